@@ -2,8 +2,8 @@
 
     v <- beta2 v + (1 - beta2) g^2        beta2 .997 for scalars, taps and gates; .99 for embedding and head
 
-In the record, raising only the one-dimensional parameters' beta2, .99 to .997, saved 45 of 2,875 steps. The
-recipe has .99 for all, and an eps of 1e-10, see docs/recipe.md.
+In modded-nanogpt's record, raising beta2 from .99 to .997 for only the one-dimensional parameters saved 45 of
+2,875 steps. The recipe has .99 for all, and an eps of 1e-10, see docs/recipe.md.
 
 Source: modded-nanogpt, track 3, 2026-06-09 (auxiliary beta2 split, 2,750 steps).
 """

@@ -3,7 +3,7 @@
     momentum    .85 -> .97 over `rise` steps, then .97, then .97 -> .90 over the last `fall` of the run
     direction   MuonEq and Muon+, see muon_eq.py, then the second moment with beta2 = .9
 
-Rates, their course and the weight decay are the recipe's.
+Rates and weight decay, and their schedules, are the recipe's.
 
 Source: nanochat, commit 92d63d4, `get_muon_momentum` in scripts/base_train.py and nanochat/optim.py.
 """

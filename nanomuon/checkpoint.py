@@ -164,7 +164,7 @@ def remove(run_dir, last_step: int, keep_last: int) -> None:
         if later := steps[len(current) :]:
             print0(f"removing checkpoints of steps that this run repeats: {', '.join(map(str, later))}")
         for step in set(steps) - set(current[-keep_last:]):
-            # Rename it first: a kill may leave half of it
+            # Rename it first: a kill during the deletion may leave half of it
             os.replace(folder / f"step_{step}", folder / f".step_{step}.old")
         for hidden in folder.glob(".step_[0-9]*"):
             if hidden.is_symlink() or hidden.is_file():  # a link to a checkpoint that the user has moved
@@ -207,7 +207,9 @@ def _find(run_dir: Path, resume: str) -> Path | None:
             damage = error
             print0(f"warning: checkpoint {name} is damaged and not used: {error}")
     if damage is not None:
-        raise InputError(f"there is no undamaged checkpoint: {damage}; base_train --resume never starts over")
+        raise InputError(
+            f"there is no undamaged checkpoint: {damage}; to start over: base_train --resume never"
+        )
     return None
 
 
@@ -269,7 +271,9 @@ def _manifest_to_load(path):
     """The manifest. InputError for files that it does not list, such as a Mac's ._NAME: torch reads all."""
     manifest = read_manifest(path)
     if others := {file.name for file in Path(path).glob("*.safetensors")} - set(manifest.files):
-        raise InputError(f"{path} has {min(others)}, which is not its own: remove that file")
+        raise InputError(
+            f"{path} has {min(others)}, a file that does not belong to this checkpoint: remove it"
+        )
     return manifest
 
 
@@ -317,7 +321,7 @@ def _zeros(saved, param):
     if not saved.size:  # load_state_dict() moves a step count to the GPU, if the optimizer wants it there
         return torch.zeros((), dtype=dtype, device="cpu")
     zeros = torch.zeros(saved.size, dtype=dtype, device=param.device)
-    if isinstance(param, DTensor):  # its optimizer computes on DTensors: here a norm of each row, or similar
+    if isinstance(param, DTensor):  # the optimizer computes on DTensors; this one is, say, a norm per row
         mesh = param.device_mesh
         return DTensor.from_local(zeros, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return zeros

@@ -83,14 +83,14 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run",
         default="base",
-        help="a finished run: its name under runs/, or the path of its folder, with a slash (./NAME) "
+        help="a finished run: its name under runs/, or a path to its folder that contains a slash (./NAME) "
         "(default: %(default)s)",
     )
     parser.add_argument(
         "--checkpoint",
         metavar="last|step_N",
-        help="use the weights in this checkpoint, not those that an optimizer's eval() swaps in; the run may "
-        "still be training (default: the finished model)",
+        help="use this checkpoint, even of a run that is still training; it has the weights in training, not "
+        "those that an optimizer's eval() swaps in (default: the finished model)",
     )
 
 
@@ -199,7 +199,7 @@ class StopSignals:
     def _receive(self, number, frame):
         self.asked = True
         if self.can_save:
-            self._say("stopping after this step; Ctrl-C now ends at once, without saving")
+            self._say("stopping after this step; another Ctrl-C ends it at once, without saving")
 
     def _watch(self, arrived):
         """End this process if a signal arrives while there is nothing to save, and at a later Ctrl-C.

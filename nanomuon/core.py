@@ -352,6 +352,6 @@ def parse_item(item: dict, kind: str) -> Item:
         raise ValueError(f"unknown icl_task_type {kind!r}")
     gold = 0 if kind == "language_modeling" else item["gold"]
     if not isinstance(gold, int) or not 0 <= gold < len(pairs):
-        raise ValueError(f"gold is {gold!r}, not the number of one of {len(pairs)} choices")
+        raise ValueError(f"gold is {gold!r}, not the index of one of {len(pairs)} choices")
     "".join(map("".join, pairs)).encode()  # ValueError for lone surrogates, which no tokenizer takes
     return Item(pairs, gold)

@@ -85,7 +85,7 @@ class Corpus:
         """Yield every text that is not empty.
 
         Without skip_unreadable, nothing is yielded after the first unreadable file or record: the rest is
-        only searched, so that the InputError at the end counts all of them (on the hub, of one file).
+        read only so that the InputError at the end counts all of them (on the hub, all in that file).
         """
         for file in self.files:
             if self.repo and self._is_refused():
@@ -103,8 +103,8 @@ class Corpus:
             if self.repo:
                 repair = "delete a damaged file to fetch it again"
             raise InputError(
-                f"corpus {self.name}: {self.describe_unreadable()}; {repair}, name the field of records that "
-                "has the text (--text-field of base_train and data_prep), or leave them out "
+                f"corpus {self.name}: {self.describe_unreadable()}; {repair}, name the field that holds the "
+                "text of a record (--text-field of base_train and data_prep), or leave them out "
                 "(--skip-unreadable)"
             )
 

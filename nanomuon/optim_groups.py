@@ -28,7 +28,7 @@ MUON_OPTIONS = {
     "direction": None,  # your own function instead of the polar factor, see optim.Rule
     "tensor_parallel": None,  # or "duplicated", "distributed", "blockwise", see optim_tp.py
 }
-OF_TORCH = ("maximize", "amsgrad", "adjust_lr_fn")  # options of torch's optimizers that these do not have
+OF_TORCH = ("maximize", "amsgrad", "adjust_lr_fn")  # options of torch's optimizers that this one lacks
 CHOICES = {
     "weight_decay_form": ("cautious", "decoupled"),
     "tensor_parallel": (None, "duplicated", "distributed", "blockwise"),
@@ -129,10 +129,10 @@ def route(name, param, reasons, skip_keys, expert_keys):
        1-D convolution, or it has one row or column outside of an nn.Linear, like a bare vector: AdamW.
        reasons: {parameter: why}, from `not_hidden_matrices`;
     2. a key of the caller's skip_keys, or of NOT_MUON, is in its name: AdamW;
-    3. it does not have the shape of matrices: fewer than 2 dimensions (not counting the leading one if an
-       expert key matches its name) or more than 4; or no expert key matches, and it has at least 3 dimensions
-       with a leading 1, like position embeddings, or with one number per leading index, like a scale per
-       head, or is named like a bias: AdamW;
+    3. it has fewer than 2 dimensions (not counting the leading one if an expert key matches its name) or more
+       than 4; or no expert key matches its name, and it is named like a bias, or has at least 3 dimensions
+       and either a leading 1, like position embeddings, or one number per leading index, like a scale per
+       head: AdamW;
     4. Muon. 3 dimensions are a batch of matrices, 4 a convolution's matrix (out, in * height * width).
     """
     if param in reasons:

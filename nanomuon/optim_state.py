@@ -302,7 +302,7 @@ def check_form(saved, ours):
         if "kind" not in group or "names" not in group:
             raise ValueError(
                 f"group {i} of the loaded state has no kind or names: MuonAdamW did not save it, or torch's "
-                "utilities fit it to other groups (full_state_dict() loads into any)"
+                "utilities matched it to other groups (full_state_dict() loads into any)"
             )
     theirs = [group["names"] for group in saved]
     for i, group in enumerate(ours):

@@ -15,17 +15,17 @@ An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short a
   blockwise    never                     none                         its block               each block
 
 These collectives run inside `compute` of a `BankOfShards`, which sends nothing else, since gradients are
-final; with FSDP2 inside that of a `Pipeline`, between the owners of a matrix's shards. If a square matrix is
-cut by columns, each rank has only a part of the sum of each row's squares, so these sums are all-reduced,
-instead of gathered. With `split`, sides are those of each part. In all modes momentum, decay and update are
-on the shard. In `distributed` and `duplicated` every rank stores the whole second moment; in `blockwise`
-second moment and scale are those of its block. Gram matrices are sent in the dtype of the iteration,
-everything else in that of the state. Newton-Schulz computes a Gram matrix in every iteration; its Gram form
-computes one at its start and one at its restart (`orthogonalize.py`). Where `duplicated` is the default, it
-replaces `distributed` even if that is requested: Gram matrices are sums over the long side, with `split` a
-rank's rows are not those of whole parts, and a `direction` needs whole matrices. The functions `duplicated`
-and `distributed` turn the rule for whole matrices into one for shards; `blockwise` needs no such function
-(`optim_fsdp.sharding_of`).
+final. With FSDP2 they run inside `compute` of a `Pipeline`, between the owners of a matrix's shards. If a
+square matrix is cut by columns, each rank has only a part of each row's sum of squares, so these sums are
+all-reduced instead of gathered. With `split`, the sides in the table are those of each part. In all modes,
+momentum, decay and update are computed on the shard. In `distributed` and `duplicated` every rank stores the
+whole second moment; in `blockwise` second moment and scale are those of its block. Gram matrices are sent in
+the dtype of the iteration, everything else in that of the state. Newton-Schulz computes a Gram matrix in
+every iteration; its Gram form computes one at its start and one at its restart (`orthogonalize.py`). Where
+`duplicated` is the default, it replaces `distributed` even if that is requested: Gram matrices are sums over
+the long side, with `split` a rank's rows are not those of whole parts, and a `direction` needs whole
+matrices. The functions `duplicated` and `distributed` turn the rule for whole matrices into one for shards;
+`blockwise` needs no such function (`optim_fsdp.sharding_of`).
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What PyTorch's own engines do to a model: shard it over a device mesh ("dp", "tp") and compile it.
+"""Shard a model over a device mesh ("dp", "tp"), and compile it, both by PyTorch's own means.
 
 FSDP2 (`fully_shard`) cuts every parameter by rows over "dp", and gathers a block's parameters when the block
 runs. Tensor parallelism (arXiv 1909.08053) cuts the heads and the MLP's channels over "tp": q, k, v and up by

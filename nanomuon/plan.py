@@ -25,7 +25,9 @@ from nanomuon.shards import default_vocab_size
 FLOAT32 = 4  # bytes of a weight, of its gradient and of each number in the optimizer's state
 FILLED = 0.85  # share of a GPU's memory that a step may take
 FEWEST_COMPILED = 1_000_000  # tokens: shorter runs on a CPU are not compiled
-STEP_TIME = 1.4  # of a step, relative to its FLOPs at the speed of a product: 1.1 to 1.5 (docs/benchmarks.md)
+# The time of a step, relative to that of its FLOPs at the speed of a product: measured 1.1 to 1.5
+# (docs/benchmarks.md)
+STEP_TIME = 1.4
 
 # Dense peak TFLOP/s of bf16 products accumulated in float32, from NVIDIA's data sheets and white papers (half
 # of a figure "with sparsity"), by words in a GPU's name; the last match counts

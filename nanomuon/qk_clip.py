@@ -1,6 +1,6 @@
 """QK-clip (MuonClip, arXiv 2507.20534): scale down the weights of heads whose logits exceed a limit.
 
-    watch_(model, tau)           # once: from now on training forwards record each head's largest logit
+    watch_(model, tau)           # once: forward passes in training then record each head's largest logit
     optimizer.step()
     clip_(model, tau)            # every step: scale the rows of W_q and W_k of heads above tau, then reset
 

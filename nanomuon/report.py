@@ -58,7 +58,7 @@ class Row:
 
 def start_wandb(name: str, run_id: str | None, config: dict):
     """A new run at Weights & Biases, or the one with this id again. InputError if that fails."""
-    with one_line("--wandb", "; try wandb login, WANDB_MODE=offline, or leave out --wandb"):
+    with one_line("--wandb", "; run wandb login, set WANDB_MODE=offline, or leave out --wandb"):
         import wandb
 
         base_dir().mkdir(parents=True, exist_ok=True)
@@ -78,8 +78,8 @@ class MetricsLog:
 
     folder: the run's. resume_step: None empties the file; otherwise the file keeps the steps up to this one,
     and the evaluations before it, because a resumed run repeats those at this step. is_lengthened: whether
-    this step was the end, whose evaluation on the whole set will not be repeated. wandb: what start_wandb
-    returns, or None.
+    the run goes on beyond resume_step. An evaluation on the whole set at that step is then from when it was
+    the last one; it will not be repeated, so it is kept. wandb: what start_wandb returns, or None.
     """
 
     def __init__(self, folder: Path, resume_step: int | None = None, wandb=None, is_lengthened=False):

@@ -134,7 +134,7 @@ class Run:
             self._write_folder(wandb_id)
             resume_step, is_lengthened = self.step if found else None, self.step < self.plan.steps
             self.metrics = report.MetricsLog(self.folder, resume_step, wandb, is_lengthened)
-        # Those after the step that it resumes from, and what killed processes have left
+        # Remove those after the step that it resumes from, and what killed processes have left
         checkpoint.remove(self.folder, self.step, args.keep_last)
         self._announce(settings)
         self.forward = self.model
@@ -151,7 +151,7 @@ class Run:
         self.text_field = corpus.text_field
         trained_on = {"corpus": args.corpus, "revision": corpus.revision, "shards": corpus.slug}
         self.data = shards.shards_for_training(corpus, self.plan.config.vocab_size)
-        # In memory, so that a file that goes away ends no evaluation
+        # In memory, so that a deleted file cannot end an evaluation
         self.validation = validation_rows(self.data, self.plan.config.seq_len)
         self.tokenizer = Tokenizer.load(self.data / "tokenizer")
         trained_on["tokenizer"] = self.tokenizer.hash
@@ -176,11 +176,11 @@ class Run:
             names = ", ".join(frozen[:8])
             print0(f"warning: {len(frozen)} parameters are in no group and are not trained: {names}, ...")
         self.initial_groups = [dict(group) for group in self.optimizer.param_groups]
-        if args.optimizer_file:  # a mistake that shows at a late step would cost the steps before it
+        if args.optimizer_file:  # check all steps now: an error at a late one would cost those before it
             for _ in recipe.course(self.schedule, self.initial_groups, plan.steps):
                 pass
         self.group_lines = recipe.describe(self.initial_groups, self.schedule, plan.steps)
-        if not args.optimizer_file:  # which may scale otherwise
+        if not args.optimizer_file:  # a file may scale by its own rules
             self.group_lines.append(recipe.describe_scales(plan.batch, plan.steps, plan.config.width))
 
     def _restore(self, found: Path | None) -> dict | None:

@@ -1,4 +1,4 @@
-"""The device of this process, its place among the ranks, and files that are whole or do not exist.
+"""The device of this process, its place among the ranks, atomic file writes, and locks.
 
 `nanomuon.optim` imports this file, so at the top it imports only PyTorch and the standard library.
 """
@@ -309,12 +309,12 @@ def check_base_dir() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Files that are whole or do not exist, and folders that one process locks
+# Atomic file writes, JSON with checked types, and locks on folders
 
 
 @contextlib.contextmanager
 def naming(path):
-    """Make an OSError inside name this file: one from write(), such as that a disk is full, names none."""
+    """Add this file's name to an OSError raised inside: one from write(), such as a full disk, has none."""
     try:
         yield
     except OSError as error:

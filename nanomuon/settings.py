@@ -29,7 +29,7 @@ from nanomuon.runtime import InputError, check_name, folder_of, read_json, toget
 # A flag's scope: it defines the run; it may change when the run resumes; it sets the length, which may change
 # too (a new one replaces the recorded one); or it concerns only this launch, and is not recorded
 DEFINES, MAY_CHANGE, LENGTH, OF_LAUNCH = "defines", "may change", "length", "of launch"
-AGAIN = "give the same again, choose another --run, or start over: --resume never"
+AGAIN = "give the same values again, choose another --run, or start over: --resume never"
 # Flags of older runs, and their defaults
 REMOVED_FLAGS = {"experts": 0, "experts_per_token": 2, "fp8": False}
 
@@ -96,7 +96,7 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
     parser.section("launch")
     of_launch("--run", str, "base", "name of the run, a folder under runs/")
     resume = (
-        "auto: the newest checkpoint; step_N: that one (deletes later ones); never: delete the run, restart"
+        "auto: the newest checkpoint; step_N: that one (deletes later ones); never: delete run and start over"
     )
     of_launch("--resume", checkpoint_name, "auto", resume)
     of_launch("--plan", bool, False, "print the run's size, memory and time, and exit")
@@ -154,7 +154,7 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
     of_launch("--shard", str, "none", "fsdp: shard parameters, gradients and state", choices=["none", "fsdp"])
     share = "processes that share the matrices of each block; must divide the numbers of heads and processes"
     of_launch("--tensor-parallel", count, 1, share)
-    sent = "dtype of sent gradients; with --shard fsdp, of momentum and updates (auto: float32)"
+    sent = "dtype in which gradients, and with --shard fsdp momentum and updates, are sent; auto is float32"
     defines("--comm-dtype", str, "auto", sent, choices=["auto", "float32", "bfloat16"])
 
     parser.section("evaluation and checkpoints")
@@ -174,9 +174,9 @@ def add_data_flags(parser: RunParser) -> None:
     # The place may change, because the texts are compared
     may_change("--corpus", corpus_name, "python", "python, path:FILE_OR_FOLDER or hf:ORG/NAME[:CONFIG]")
     defines("--vocab-size", vocabulary, None, "tokens (default: 4096, or 32768 for corpora on the hub)")
-    field = "field of a record with its text (default: the last one given to data_prep, or text)"
+    field = "record field with the text (default: the last one given to data_prep for this corpus, or text)"
     defines("--text-field", str, None, field)
-    may_change("--skip-unreadable", bool, False, "leave out what cannot be read (default: name it and exit)")
+    may_change("--skip-unreadable", bool, False, "leave out what cannot be read (default: an error)")
 
 
 def python_file(text: str) -> str:

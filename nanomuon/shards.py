@@ -231,17 +231,18 @@ def _write_missing(folder, corpus, vocab_size, tokenizer, max_tokens):
     if not corpus.repo and open_corpus(corpus.name).revision != corpus.revision:
         for made in (folder, tokenizer_folder(corpus, vocab_size)):
             shutil.rmtree(made, ignore_errors=True)
-        raise InputError(f"the texts of corpus {corpus.name} changed while they were read: run it again")
+        raise InputError(f"the texts of corpus {corpus.name} changed while being read: run the command again")
     manifest.complete_to = max_tokens if count_tokens(manifest.train) >= max_tokens else math.inf
     manifest.unreadable = corpus.describe_unreadable()
     write_manifest(folder, manifest)
 
 
 def _encoded_shards(corpus, kind, folder, manifest, tokenizer, pool):
-    """Yield the documents of each shard of a kind, without those that the folder has.
+    """Yield the documents of each shard of a kind that the folder lacks.
 
     Each document is a future of its tokens: the pool's workers encode while this keeps reading. InputError if
-    the last document of the folder is another one, because files that could not be read then now can be.
+    the folder's last document is not the expected one, because a file that was unreadable then can now be
+    read.
     """
     texts = (text for text, is_validation in corpus.documents() if is_validation == (kind == "val"))
     entries, last = getattr(manifest, kind), None

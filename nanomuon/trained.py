@@ -107,7 +107,7 @@ def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> 
     settings = read_json(
         folder / "settings.json",
         Settings,
-        "only a run has one, not an exported model, which transformers loads",
+        "only a run has this file; an exported model loads in transformers",
     )
     warn_of_changed_sources(folder.name, settings.trained_with)
     if settings.options.get("dtype") == "float32":

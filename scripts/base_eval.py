@@ -1,4 +1,4 @@
-"""Evaluate a finished run: bits per byte on the whole validation set of its corpus, and CORE.
+"""Evaluate a finished run: bits per byte on the whole validation set of its corpus, or CORE, or both.
 
 python -m scripts.base_eval --run base
 python -m scripts.base_eval --run base --checkpoint last                # a run that is still training

@@ -7,10 +7,10 @@
         --total-batch-size 4096 --num-iterations 300                           # your own text
     python -m scripts.base_train --optimizer-file my_optim.py   # your own optimizer: build_optimizer(model)
 
-The -- keeps torchrun from taking --run as its own --run-path. Flags that you leave out follow from --depth
-and the device; without a length, depth 4 trains on 44M tokens, which takes hours on a CPU. A run is the
-folder runs/NAME under NANOMUON_BASE_DIR; the same command resumes it from its last checkpoint. Once it has
-done a step, SIGTERM, SIGHUP and Ctrl-C let it finish the current one, save and end, with exit code 75 (ranks
+The -- keeps torchrun from taking --run as its own --run-path. Width and heads follow from --depth, and so do
+batch and length unless you set them: depth 4 trains on 44M tokens, which takes hours on a CPU. A run is the
+folder runs/NAME under NANOMUON_BASE_DIR; the same command resumes it from its last checkpoint. After its
+first step, SIGTERM, SIGHUP and Ctrl-C make it finish the current step, save and end, with exit code 75 (ranks
 exit with 0, because torchrun takes any other code for a failure); the file runs/NAME/stopped remains until
 the run resumes.
 """

@@ -4,7 +4,7 @@
     python -m scripts.optim_bench --depth 8 --dtype float32        # even if the CPU has bf16
     python -m scripts.optim_bench --depth 8 --world 2              # the distributed step
     python -m scripts.optim_bench --peer mine.py:build_optimizer   # a function: model -> optimizer or groups
-    python -m scripts.optim_bench --profile step.json              # a trace of a compiled step, for chrome://tracing
+    python -m scripts.optim_bench --profile step.json              # trace a compiled step for chrome://tracing
 
 The contestants take turns in every round, so a busy machine slows all of them. It prints medians, the spread
 (half of the rounds lie within it) and the median ratio to the floor of the same round. The floor is the time

@@ -14,18 +14,18 @@ A contender is `default` (the recipe and the model of base_train) or a Python fi
 
 It takes whatever it does not define from the default. A builder with parameters `batch` (tokens per step)
 and `steps` gets their values; the recipe's rates depend on them, so pass them on to recipe.param_groups.
-`**keywords` passes on both, and all keywords of the recipe. NAME:key=value,key=value sets keywords of a
-contender's functions and fields of its GPTConfig; lr_scale=X multiplies all its learning rates. --model sets
-fields for all. An optimizer that is judged by other weights than it trains (such as an average) swaps them in
-with eval(), and swaps its own back in with train().
+`**keywords` passes on both, and all keywords of the recipe. CONTENDER:key=value,key=value sets keywords of
+its functions and fields of its GPTConfig; lr_scale=X multiplies all its learning rates. --model sets fields
+for all. If an optimizer is evaluated with other weights than it trains (such as an average), its eval() swaps
+them in, and its train() swaps the trained weights back in.
 
 With the same seed all contenders see the same rows and start from the same weights: the race calls
 init_weights(seed) on each model, and parameters whose name and shape occur in the default model get its
 values. Each is compared with the first, seed by seed. Every finished run is a line in
 races/NAME/results.jsonl under NANOMUON_BASE_DIR, and unfinished ones are saved about every two minutes: an
 interrupted race continues, and one with more seeds or contenders trains only the new runs. A contender
-whose file or hyperparameters have changed runs again; a race on another task, length, model or data needs
-another --name.
+whose file or hyperparameters have changed runs again; a race with another task, length, model, dtype, device
+or data needs another --name.
 
 --sweep 8 first gives each contender at most the steps of eight runs to tune its rates, on other seeds: trials
 of a quarter of the length, the best of them at half, the best of those at full length. It searches a common
@@ -107,7 +107,7 @@ def parse_arguments(argv):
         "--sweep",
         type=number(int, FEWEST_SWEEP, 1 << 20),
         metavar="RUNS",
-        help=f"first tune each contender, in at most the steps of RUNS full runs, at least {FEWEST_SWEEP}",
+        help=f"first tune each contender, in at most the steps of RUNS ({FEWEST_SWEEP} or more) full runs",
     )
     add("--steps", type=count, help="optimizer steps (default: the task's)")
     add("--model", nargs="+", default=[], metavar="KEY=VALUE", help="fields of GPTConfig, for all contenders")

@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
         "--max-tokens",
         type=count,
         default=128,
-        help="length of each; in a text longer than its context the model sees the newest tokens only "
+        help="length of each sample; beyond its context the model sees only the newest tokens "
         "(default: %(default)s)",
     )
     parser.add_argument(

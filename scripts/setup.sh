@@ -28,7 +28,7 @@ print(*missing)' $needed 2>/dev/null) || {
 else
     PYTHON=.venv/bin/python
     checksum=$(cat pyproject.toml constraints.txt | cksum)
-    # By that Python, which may be gone, for example after an upgrade of the system
+    # Read by that Python itself, which may be gone, for example after an upgrade of the system
     installed=$("$PYTHON" -c 'print(open(".venv/installed").read())' 2>/dev/null || true)
     if [ "$installed" != "$checksum $extra" ] && [ "$installed" != "$checksum dev" ]; then # dev includes train
         echo "environment: installing into .venv (a minute or two)"

@@ -3,8 +3,8 @@
     python -m scripts.train_bench --depth 4 --total-batch-size 4096   # takes base_train's flags
     python -m scripts.train_bench --depth 12 --window-pattern SSSL --json step.json
 
-Of base_train's flags, those for the launch, the length (except that it sets the default batch), evaluations
-and checkpoints have no effect.
+base_train's flags for the launch, evaluations and checkpoints have no effect; those for the length can only
+change the default batch.
 
 Step and floor alternate in every round, so a busy machine slows both. It prints medians, the spread (half of
 the rounds lie within it) and the median ratio to the floor of the same round. The floor is the time of the
@@ -43,7 +43,8 @@ from scripts import base_train, optim_bench
 
 def main(argv: list[str] | None = None) -> None:
     parser = make_parser("python -m scripts.train_bench", __doc__)
-    parser.add_argument("--rounds", type=count, default=7, help="rounds after a warm-up (%(default)s)")
+    rounds = "rounds after a warm-up (default: %(default)s)"
+    parser.add_argument("--rounds", type=count, default=7, help=rounds)
     parser.add_argument("--json", type=output_file, help="also write the numbers to this file")
     args = parser.parse_args(argv)
     check_corpus(args.corpus)

@@ -287,7 +287,7 @@ def test_wandb_that_cannot_work_is_one_line_first_thing(base, monkeypatch, tmp_p
     wandb.teardown()  # it reads its variables once
     monkeypatch.setenv("WANDB_API_KEY", "short")
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path / "base"))
-    with refused("^--wandb: .*try wandb login, WANDB_MODE="):
+    with refused("^--wandb: .*run wandb login, set WANDB_MODE="):
         train(base, "logged", 3, "--wandb")
     left = [file for file in (tmp_path / "base").rglob("*") if file.is_file() and "wandb" not in file.parts]
     assert {file.name for file in left} <= {".logged.lock"}

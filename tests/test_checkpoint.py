@@ -201,7 +201,7 @@ def test_a_file_that_no_checkpoint_has_written_is_named(run_dir):
     newest = checkpoint.find(run_dir)
     (newest / f"._{FILE}").write_bytes(b"of a Mac")
     assert checkpoint.find(run_dir) == newest
-    with refused(f"step_2 has ._{FILE}, which is not its own: remove that file"):
+    with refused(f"step_2 has ._{FILE}, a file that does not belong to this checkpoint: remove it"):
         checkpoint.load_model(newest, Tiny())
 
 

@@ -157,7 +157,7 @@ def test_a_run_that_cannot_be_saved_races_all_the_same(lab, tmp_path, capsys, mo
     monkeypatch.setattr(race, "SAVE_EVERY_S", -1)
     listed = NOISY.replace("super().step()", "super().step(); self.state[param]['seen'] = []")
     (tmp_path / "noisy.py").write_text(listed)
-    said = "warning: if this run is cut off, it starts again: "
+    said = "warning: not saved; an interruption loses the steps since the last save: "
     assert lab("noisy.py", steps=30) == 1
     assert f"{said}optimizer." in capsys.readouterr().out
     monkeypatch.setattr(race, "write_json", write)

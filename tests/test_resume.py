@@ -108,7 +108,7 @@ def test_torchrun_passes_sigterm_on_and_the_same_command_completes(base, whole):
     step = len(losses(base, "torchrun"))
     line = f"stopped at step {step} and saved; the same command resumes it\n"
     assert step < 100 and line in output and note.read_text() == line
-    assert output.count("stopping after this step; Ctrl-C now ends at once, without saving\n") == 1
+    assert output.count("stopping after this step; another Ctrl-C ends it at once, without saving\n") == 1
     assert checkpoint.saved_steps(base / "runs" / "torchrun")[-1] == step
     train_on(2, *command)
     assert not note.exists()
@@ -572,7 +572,7 @@ def test_an_optimizer_file_runs_only_when_it_is_named(base, tmp_path, capsys):
 
     train(base, "filed", 2, flag, file, *QUIET)
     assert f"running {file}, SHA-256 {digest}\n" in capsys.readouterr().out
-    with refused(f"{file} of SHA-256 {digest}, not none: give the same again"):
+    with refused(f"{file} of SHA-256 {digest}, not none: give the same values again"):
         train(base, "filed", 4, *QUIET)
     (tmp_path / "mine.py").write_text(text.replace("0.1", "0.2"))
     with refused(f"mine.py of SHA-256 {digest}, not .*: --resume never"):

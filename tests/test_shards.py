@@ -96,7 +96,7 @@ def test_a_full_disk_loses_nothing(corpus, tmp_path, monkeypatch):
 
 def test_texts_that_change_while_they_are_read_leave_nothing(corpus, tmp_path):
     (tmp_path / "texts" / "new.txt").write_text("a text that the revision does not count")
-    with refused("changed while they were read: run it again"):
+    with refused("changed while being read: run the command again"):
         prepare_shards(corpus, 300)
     assert not [*tmp_path.glob("base/*/*/*")]
 

@@ -104,8 +104,8 @@ class Contender:
         zeros = [name for name, tensor in tensors(model).items() if name not in known and not tensor.any()]
         if zeros:
             facts.append(
-                f"warning: {self.name}: {', '.join(zeros)} start at zero; a product of two zeros never "
-                "learns: if another zero multiplies them, fill them in init_weights of its model"
+                f"warning: {self.name}: {', '.join(zeros)} start at zero; if such a tensor is multiplied by "
+                "another one that starts at zero, neither learns: initialize one in the model's init_weights"
             )
         return facts
 

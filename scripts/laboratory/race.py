@@ -39,7 +39,7 @@ SAVE_EVERY_S = 120  # a long run is saved, and prints its progress, this often
 
 def train(setup, place, text, version, seed, folder):
     """Train the contender `text` with one seed, and return its result in JSON types. version: its digest when
-    the race began; InputError if it has changed. folder: of the unfinished run, which this saves and resumes.
+    the race began; InputError if it has changed. folder: where the unfinished run is saved and resumed from.
 
     curve: pairs [step, loss on a part of the validation set]; score: the final loss on all of it, None if the
     run diverged; step_ms and optimizer_ms: medians.
@@ -77,7 +77,7 @@ def train(setup, place, text, version, seed, folder):
             if is_due:
                 print(f"{text} seed {seed}: step {step}/{steps}, {curve[-1][1]} {setup['unit']}", flush=True)
                 saved_at = time.monotonic()
-        torch.manual_seed(seed + step)  # an optimizer draws the same numbers if the run is cut off
+        torch.manual_seed(seed + step)  # so that an optimizer draws the same numbers after a resume
         set_hyperparameters(optimizer, contender.schedule, built, step, steps)
         done = training_step(model, forward, optimizer, training, 1)
         step_ms.append(done.milliseconds)
@@ -103,7 +103,7 @@ def save(folder, step, model, optimizer, curve):
         write_json(folder / "curve.json", {"points": curve})
         checkpoint.save(folder, step, model, optimizer, {}, keep_last=1)
     except (InputError, OSError) as error:  # an optimizer's state that no checkpoint can hold; a full disk
-        print(f"warning: if this run is cut off, it starts again: {error}", flush=True)
+        print(f"warning: not saved; an interruption loses the steps since the last save: {error}", flush=True)
 
 
 def resume(folder, model, optimizer):

@@ -101,7 +101,7 @@ def shakespeare_setup(text, fields):
 def shakespeare_data(setup, text, seed, device):
     characters = Path(text).read_text(encoding="utf-8")
     if digest(characters.encode()) != setup["data"]:
-        raise InputError(f"{text} has changed since the race began: start it again")
+        raise InputError(f"{text} has changed since the race began: start the race again")
     letters, tokens = np.unique(list(characters), return_inverse=True)
     length, cut = setup["model"]["seq_len"], int(0.9 * len(tokens))
     training = sliding_window_view(tokens[:cut], length + 1)
