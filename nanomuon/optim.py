@@ -1038,6 +1038,14 @@ class DistMuonAdamW(MuonAdamW):
         world = World(process_group, comm_dtype) if process_group else World.default(comm_dtype)
         super().__init__(param_groups, compile=compile, ns_dtype=ns_dtype, world=world)
 
+    @property
+    def _step_supports_amp_scaling(self):
+        """GradScaler asks for this. With whole parameters, a rank's scaler would skip a step by itself."""
+        is_whole = [not is_sharded(param) for _, param in named_parameters(self.param_groups)]
+        if self.world.size > 1 and any(is_whole):
+            raise ValueError("GradScaler skips steps on one rank alone: use bfloat16, or MuonAdamW under DDP")
+        return False
+
     def __setstate__(self, state):
         super().__setstate__(state)
         if self.world.process_group is None:  # pickled in a single process, perhaps unpickled under torchrun

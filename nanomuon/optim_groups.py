@@ -270,8 +270,8 @@ def check_group(group, others):
         names, params = zip(*params, strict=True)
     # Saved state is looked up by clean names
     group["params"], group["names"] = list(params), [clean_name(name) for name in names]
-    check_params(group, where, others)
     try:
+        check_params(group, others)
         check_values(group)
         if kind == "muon":
             check_muon_group(group)
@@ -300,9 +300,17 @@ def check_keys(group, where):
 
 
 def named_parameters(groups):
-    """(name, parameter) of param groups, in their order."""
+    """(name, parameter) of param groups, in their order. ValueError if a group has more of one than of the
+    other, as after a parameter was appended to its params.
+    """
     for group in groups:
-        yield from zip(group["names"], group["params"], strict=True)
+        names, params = group["names"], group["params"]
+        if len(names) != len(params):
+            raise ValueError(
+                f"{len(names)} names for {len(params)} params, from {names[0]} on: keep them aligned (to add "
+                "parameters, call add_param_group)"
+            )
+        yield from zip(names, params, strict=True)
 
 
 def option_name(value):
@@ -384,28 +392,23 @@ def check_number(key, value):
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number:
         raise ValueError(f"{key} must be a number, but is {value!r}")
-    if not 0 <= value < math.inf:
+    if not -1e-12 <= value < math.inf:  # by rounding, torch's LinearLR may end below zero
         raise ValueError(f"{key} must be finite and not negative, but is {value}")
 
 
-def check_params(group, where, others):
+def check_params(group, others):
     """ValueError for anything but parameters, and for a parameter or name that occurs twice."""
-    params, names = group["params"], group["names"]
-    if len(names) != len(params):
-        raise ValueError(f"{where}: {len(names)} names for {len(params)} params: keep them aligned")
     seen = {param: i for i, other in enumerate(others) for param in other["params"]}
     seen_names = {name for other in others for name in other["names"]}
-    for name, param in zip(names, params, strict=True):
+    for name, param in named_parameters([group]):
         if not isinstance(param, torch.Tensor):
-            raise ValueError(f"{where}: {name} is a {type(param).__name__}, not a parameter")
+            raise ValueError(f"{name} is a {type(param).__name__}, not a parameter")
         if param.dtype not in DTYPES or param.layout != torch.strided:
-            raise ValueError(
-                f"{where}: {name} is {param.dtype}, {param.layout}: neither Muon nor AdamW trains this"
-            )
+            raise ValueError(f"{name} is {param.dtype}, {param.layout}: neither Muon nor AdamW trains this")
         if param in seen:
-            raise ValueError(f"{where}: {name} is already in group {seen[param]}")
+            raise ValueError(f"{name} is already in group {seen[param]}")
         if name in seen_names:
-            raise ValueError(f"{where}: the name {name} is used twice (without prefixes such as module.)")
+            raise ValueError(f"the name {name} is used twice (without prefixes such as module.)")
         seen[param] = len(others)
         seen_names.add(name)
 

@@ -243,6 +243,11 @@ class SavedByName:
         check_form(state_dict.get("param_groups"), self.param_groups)
         groups, by_torch = named_groups(state_dict["param_groups"], self.param_groups)
         state = state_by_name(state_dict["state"], groups)
+        if by_torch and not state:
+            raise ValueError(
+                "torch's utilities saved no state: gradients were left before the first step, so call "
+                "zero_grad() before get_optimizer_state_dict()"
+            )
         restored = [{} for _ in self.param_groups]
         if hyperparameters == "restore":
             restored = [restored_numbers(i, group, groups) for i, group in enumerate(self.param_groups)]

@@ -245,6 +245,16 @@ def test_parameters_of_a_part_of_a_model_are_found_if_they_were_moved_frozen_or_
         save_and_load_a_part([0, 1, 2], [2, 0, 1], StateDictOptions(), "my{}".format)
 
 
+def test_state_that_torchs_utilities_did_not_save_is_missed_when_it_is_loaded():
+    """They make state by a step before the first one, but not if there are gradients."""
+    model = build()
+    optimizer = MuonAdamW(groups_of(model))
+    loss_of(model, 0).backward()
+    saved = get_optimizer_state_dict(model, optimizer)
+    with pytest.raises(ValueError, match="saved no state: .* call zero_grad"):
+        set_optimizer_state_dict(model, optimizer, saved)
+
+
 def counting(U, buffers, ok, hyper):
     buffers["count"].add_(ok)
     return U, torch.ones_like(ok)
@@ -315,9 +325,15 @@ def test_fsdp1_is_refused():
 
 
 def saved_in_a_world(group):
-    """Each way to save locally is refused. test_saving.py has the other ways."""
+    """Each way to save locally is refused, and so is a GradScaler, which would skip steps on one rank alone.
+    test_saving.py has the other ways.
+    """
     model = build()
     optimizer = DistMuonAdamW(groups_of(model), group)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, 0)).backward()
+    with pytest.raises(ValueError, match="GradScaler .* MuonAdamW under DDP"):
+        scaler.step(optimizer)
     assert optimizer.state_dict()["state"] == {}, "before the first step, as accelerate asks for it"
     train(model, optimizer, [0], dist.get_rank(group))
     wrapped = DistributedDataParallel(model, process_group=group)
@@ -428,6 +444,14 @@ CHANGES = {
     "another dict": lambda groups: groups.__setitem__(0, dict(groups[0], lr=0.5)),
     "one parameter fewer": lambda groups: [groups[0][key].pop() for key in ("params", "names")],
 }
+
+
+def test_a_parameter_that_is_appended_to_a_group_has_no_name():
+    model = build()
+    optimizer = MuonAdamW(groups_of(model))
+    optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(3, 4)))
+    with pytest.raises(ValueError, match="2 names for 3 params, from 0.weight on: .*add_param_group"):
+        train(model, optimizer, [0])
 
 
 @pytest.mark.parametrize("change", CHANGES)

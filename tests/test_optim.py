@@ -498,7 +498,11 @@ def test_impossible_groups_are_refused_at_construction():
 def test_numbers_that_become_impossible_are_refused_before_they_change_anything():
     params, groups = mixed()
     optimizer = MuonAdamW(groups)
-    train(optimizer, params, 1)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 0.0, total_iters=4)
+    for _ in range(4):
+        train(optimizer, params, 1)
+        scheduler.step()
+    assert -1e-16 < optimizer.param_groups[0]["lr"] < 0  # by rounding, which stops no step
     before = [param.detach().clone() for param in params]
     for group, key, value in zip(optimizer.param_groups, ("momentum", "lr"), (1.0, "1e-3"), strict=True):
         possible, group[key] = group[key], value
