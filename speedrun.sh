@@ -16,6 +16,7 @@
 #   NANOMUON_PYTHON=...     an interpreter that already has every package (PyTorch 2.11 or newer); nothing is installed
 #   NANOMUON_DEVICE=cpu     train on the CPU of a machine that has a GPU
 set -euo pipefail
+trap '' PIPE # if the terminal or the pipe that takes the output is gone, the run goes on, and no echo may end it
 cd "$(dirname "$(readlink -f "$0")")"
 HOME=${HOME:-~} # a service may have none
 for flag in "$@"; do
@@ -81,7 +82,7 @@ trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 case $CORPUS in
     hf:*) # from the hub: prepared during training, which waits if necessary
         mkdir -p "${run_dir%/*}"
-        echo "data: $CORPUS, progress in $run_dir.data_prep.log"
+        echo "data: $CORPUS, progress in $run_dir.data_prep.log" || true
         nice -n 10 "$PYTHON" -m scripts.data_prep -- "${FLAGS[@]}" >"$run_dir.data_prep.log" 2>&1 &
         data_prep=$!
         ;;
@@ -110,12 +111,12 @@ while :; do # because a signal ends a wait, too
 done
 # torchrun does not pass on the exit codes of its ranks, so they leave a file
 if [ -e "$run_dir/stopped" ] || { [ "$stopped" = yes ] && [ "$code" -ne 0 ]; }; then
-    echo "the run was stopped before its end: $again resumes it" || true # the terminal may be gone
+    echo "the run was stopped before its end: $again resumes it" || true
     exit 75
 fi
 if [ "$code" -ne 0 ] && [ -n "${data_prep:-}" ] && ! kill -0 "$data_prep" 2>/dev/null && ! wait "$data_prep"; then
-    echo "data_prep failed: $(tail -n 1 "$run_dir.data_prep.log")" >&2
+    echo "data_prep failed: $(tail -n 1 "$run_dir.data_prep.log")" >&2 || true
 fi
-[ "$code" -ne 137 ] || echo "the training was killed, perhaps because memory ran out: $again resumes it" >&2
-[ "$code" -ne 0 ] || echo "done in $SECONDS s; samples are in $run_dir/report.md. More text: $PYTHON -m scripts.sample --run $(printf %q "$RUN") --seed 4"
+[ "$code" -ne 137 ] || echo "the training was killed, perhaps because memory ran out: $again resumes it" >&2 || true
+[ "$code" -ne 0 ] || echo "done in $SECONDS s; samples are in $run_dir/report.md. More text: $PYTHON -m scripts.sample --run $(printf %q "$RUN") --seed 4" || true
 exit "$code"

@@ -344,8 +344,10 @@ def write_whole(path):
 
 
 def remove_unfinished(folder: Path, name: str = "*") -> None:
-    """Delete what killed processes have left of write_whole(folder / name). Nobody else may be writing."""
-    for left_over in folder.glob(f".{name}.*.tmp"):
+    """Delete what killed processes have left of write_whole() for files of this name in the folder and below.
+    Nobody else may be writing.
+    """
+    for left_over in folder.rglob(f".{name}.*.tmp"):
         left_over.unlink()
 
 

@@ -331,7 +331,7 @@ class Progress:
         self.shown_at, left = time.perf_counter(), ""
         if self.times:
             seconds = (self.steps - step) * statistics.median(self.times) / 1000
-            left = f" | {timedelta(seconds=round(seconds))} left"
+            left = f" | {timedelta(seconds=round(min(seconds, 1e10)))} left"  # 300 years
         rate = "no lr" if row["lr_multiplier"] is None else f"lr x{row['lr_multiplier']:.2f}"
         print0(
             f"step {step:5d}/{self.steps} | loss {row['train_loss']:.4f} | {rate} | "

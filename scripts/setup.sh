@@ -31,7 +31,7 @@ else
     # Read by that Python itself, which may be gone, for example after an upgrade of the system
     installed=$("$PYTHON" -c 'print(open(".venv/installed").read())' 2>/dev/null || true)
     if [ "$installed" != "$checksum $extra" ] && [ "$installed" != "$checksum dev" ]; then # dev includes train
-        echo "environment: installing into .venv (a minute or two)"
+        echo "environment: installing into .venv (a minute or two)" || true
         if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
             echo "error: this needs Python 3.10 or newer; install it and its venv module" >&2
             return 2
@@ -47,6 +47,6 @@ else
         "$PYTHON" -m compileall -q -q -j 0 .venv/lib || true
         echo "$checksum $extra" >.venv/installed
     else
-        echo "environment: .venv is complete, skipped"
+        echo "environment: .venv is complete, skipped" || true
     fi
 fi

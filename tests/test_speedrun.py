@@ -60,13 +60,13 @@ def stand_in(folder, script):
     return str(python)
 
 
-def speedrun(folder, *flags, sighup):
+def speedrun(folder, *flags, sighup, redirection=""):
     """(exit code, stderr, {kind: command that it started}, the environment of the training). sighup: the
-    handler of SIGHUP that it inherits.
+    handler of SIGHUP that it inherits. redirection: of its output.
     """
     signal.signal(signal.SIGHUP, sighup)
     variables = {"NANOMUON_PYTHON": stand_in(folder, ON_EIGHT_GPUS), "NANOMUON_BASE_DIR": str(folder)}
-    result = call("bash", "speedrun.sh", *flags, **variables)
+    result = call("bash", "-c", f'bash speedrun.sh "$@" {redirection}', "bash", *flags, **variables)
     commands = dict(line.split(": ", 1) for line in (folder / "started").read_text().splitlines())
     return result.returncode, result.stderr, commands, (folder / "environment").read_text()
 
@@ -88,7 +88,7 @@ def test_a_node_of_gpus_trains_under_torchrun_while_data_is_prepared(tmp_path, m
 
 
 def test_under_nohup_torchrun_does_not_end_with_the_terminal(tmp_path, handlers):
-    _, _, _, environment = speedrun(tmp_path, sighup=signal.SIG_IGN)
+    _, _, _, environment = speedrun(tmp_path, sighup=signal.SIG_IGN, redirection=">&-")
     assert "PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT\n" in environment
 
 
