@@ -3,8 +3,11 @@
 If a checkpoint is one file, the parameters at the end are those of the uninterrupted run, bit for bit.
 """
 
+import os
 import re
+import runpy
 import shlex
+import sys
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from nanomuon.dataloader import TrainLoader, validation_batches, validation_rows
 from nanomuon.tokenizer import Tokenizer
 from tests.test_as_a_torch_optimizer import build, groups_of, loss_of
 from tests.training import QUIET, ROOT, call, train
+from tests.worlds import FORKS
 
 EXAMPLES = ROOT / "examples"
 LOSS = re.compile(r"\bloss'?:? '?([0-9.]+)")  # `loss 0.1`, and the Trainer's {'loss': '0.1'}
@@ -34,13 +38,32 @@ def run(command, folder):
     path, program, *arguments = command
     assert path == "PYTHONPATH=."
     arguments = [str(ROOT / each) if each.startswith("examples/") else each for each in arguments]
+    if program == "python":
+        return in_a_fork(folder, arguments)
     result = call(program, *arguments, folder=folder, PYTHONPATH=str(ROOT), NANOMUON_COMPILE="0")
     # Gloo threads outlive destroy_process_group, and sometimes abort after the work is done (docs/log.md)
-    aborted_at_exit = (
-        program == "torchrun" and "terminate called without an active exception" in result.stderr
-    )
+    aborted_at_exit = "terminate called without an active exception" in result.stderr
     assert result.returncode == 0 or aborted_at_exit, result.stdout + result.stderr
     return [float(loss) for loss in LOSS.findall(result.stdout)]
+
+
+def in_a_fork(folder, arguments):
+    """The same for python, in a fork of a process that has imported torch."""
+    output = folder / "output"
+    process = FORKS.Process(target=_run, args=(dict(os.environ), folder, arguments, output))
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0, output.read_text()
+    return [float(loss) for loss in LOSS.findall(output.read_text())]
+
+
+def _run(environment, folder, arguments, output):
+    for descriptor in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    os.environ.update(environment, NANOMUON_COMPILE="0")
+    os.chdir(folder)
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
 
 
 def weights(file):

@@ -286,7 +286,13 @@ def test_a_file_that_changes_during_a_race_is_not_mixed_with_what_it_was(lab, tm
 def test_what_a_file_changes_in_the_library_reaches_no_other_run(lab, tmp_path, monkeypatch):
     """With real processes, one run at a time, for which a pool would use a single process."""
     lab("default", name="alone")
+    get_context = multiprocessing.get_context
+
+    def preloaded(method):  # as clean as one that is spawned, without the seconds of its imports
+        return FORKS if method == "spawn" else get_context(method)
+
     monkeypatch.setattr(race, "ProcessPoolExecutor", ProcessPoolExecutor)
+    monkeypatch.setattr(race.multiprocessing, "get_context", preloaded)
     monkeypatch.setattr(gpt.MLP, "forward", gpt.MLP.forward)  # the file is run in this process too
     (tmp_path / "patch.py").write_text(
         "from nanomuon import gpt, recipe\n"
