@@ -46,15 +46,6 @@ pytestmark = pytest.mark.usefixtures("eager")
 
 # Other tests cover these layouts: EVERY_KIND with all options, one rank bit for bit against one process
 ELSEWHERE = "one-process replicated-1 replicated-2 fsdp-1 fsdp-2 tp-rows fsdp-x-tp-columns".split()
-CASES = [(layout, torch.float64, EXACT) for layout in LAYOUTS if layout not in ELSEWHERE]
-CASES += [(layout, torch.float32, 1e-4) for layout in (*FEW, "tp-rows-uneven", "fsdp-x-tp-rows")]
-
-
-@pytest.mark.parametrize("layout, dtype, tolerance", CASES, ids=str)
-def test_ten_steps_in_every_layout_follow_the_formulas(layout, dtype, tolerance):
-    results = run_layout(layout, trained, 10, MODEL, dtype)
-    assert_same_everywhere(results)
-    assert_close(results[0], expected(MODEL, 10, dtype=dtype), tolerance)
 
 
 def trained_on_each(group, layout, steps, cases):
@@ -69,6 +60,11 @@ def check(layout, steps, cases, parts=WHOLE):
         assert_close(results[0], expected(model, steps, parts, **options), EXACT)
 
 
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout not in ELSEWHERE])
+def test_six_steps_in_every_layout_follow_the_formulas(layout):
+    check(layout, 6, [(MODEL, {})])
+
+
 # (2, 9) leaves one of three ranks without rows
 MATRICES = [("muon", shape) for shape in [(16, 16), (16, 16), (24, 12), (12, 24), (2, 9), (3, 20)]]
 MATRICES += [("muon", (5, 12, 8))]
@@ -78,15 +74,16 @@ MATRICES += [("muon", (5, 12, 8))]
     "layout", ["one-process", "replicated-2", "fsdp-3", "tp-rows-uneven", "fsdp-x-tp-columns"]
 )
 def test_every_option_in_every_kind_of_layout_follows_the_formulas(layout):
-    model, steps = (MODEL, 10) if layout == "one-process" else (MATRICES, 3)
+    model, steps = (MODEL, 6) if layout == "one-process" else (MATRICES, 2)
     check(layout, steps, [(model, options) for options in OPTIONS.values()])
 
 
 @pytest.mark.parametrize("layout", [*EVERY_KIND, "fsdp-columns"])
 def test_the_parts_of_a_fused_matrix_are_matrices_of_their_own(layout):
     forms = [dict(), dict(weight_decay_form="decoupled", beta2=None), dict(scale="match_rms_adamw")]
-    for split, parts in SPLITS.items():
-        check(layout, 2, [(FUSED, dict(form, split=split)) for form in forms], parts)
+    for i, (split, parts) in enumerate(SPLITS.items()):
+        used = forms if layout == "one-process" else [forms[i % 3]]
+        check(layout, 2, [(FUSED, dict(form, split=split)) for form in used], parts)
 
 
 @pytest.mark.parametrize("layout", ["tp-rows", "tp-columns", "fsdp-x-tp-rows", "fsdp-x-tp-columns"])
@@ -95,10 +92,10 @@ def test_the_three_modes_of_tensor_parallelism(layout):
     ranks, by_columns = 4 if layout == "tp-columns" else 2, "columns" in layout
     for shape in [(24, 12), (12, 24), (24, 24)]:
         model = [("muon", shape)] * 2
-        check(layout, 4, [(model, dict(tensor_parallel=mode)) for mode in ("duplicated", "distributed")])
+        check(layout, 2, [(model, dict(tensor_parallel=mode)) for mode in ("duplicated", "distributed")])
         lines = torch.arange(shape[by_columns]).chunk(ranks)
         blocks = [(slice(None), part) for part in lines] if by_columns else lines
-        check(layout, 4, [(model, dict(tensor_parallel="blockwise"))], blocks)
+        check(layout, 2, [(model, dict(tensor_parallel="blockwise"))], blocks)
 
 
 shapes = st.one_of(
@@ -115,7 +112,7 @@ shapes = st.one_of(
     layout=st.sampled_from(["one-process", "replicated-2", "replicated-4", "fsdp-3", "tp-columns"]),
 )
 def test_any_model_in_any_world(model, layout):
-    check(layout, 3, [(model, {})])
+    check(layout, 2, [(model, {})])
 
 
 # ---- in one process and in worlds of 1 and 3, for plain parameters and FSDP2's
@@ -132,7 +129,7 @@ SPECIAL = {
 
 @pytest.mark.parametrize("layout", FEW)
 def test_models_that_are_edge_cases(layout):
-    check(layout, 4, [(model, {}) for model in SPECIAL.values()])
+    check(layout, 2, [(model, {}) for model in SPECIAL.values()])
 
 
 MIXED = [
@@ -159,14 +156,14 @@ def test_different_dtypes_in_one_model(layout):
 
 
 def frozen(group, layout):
-    """Eight steps. In the last four some parameters are frozen but keep an old gradient; in one step no rank
+    """Four steps. In the last two some parameters are frozen but keep an old gradient; in one step no rank
     has a gradient.
     """
-    run = Run(group, layout).train(range(4))
+    run = Run(group, layout).train(range(2))
     before, frozen = run.result(), {0, 4, 7, 13, 15, 18, 19}
     for i in frozen:
         run.params[i].requires_grad_(False)
-    run.train(range(4, 8))
+    run.train(range(2, 4))
     params, state = run.result()
     for i, (p, q) in enumerate(zip(params, before[0], strict=True)):
         entry = before[1][f"p{i}"].items()
@@ -214,10 +211,11 @@ def skipped(group, layout):
     return run.result()
 
 
-@pytest.mark.parametrize("layout", [*FEW, "tp-rows", "fsdp-x-tp-rows"])
+@pytest.mark.parametrize("layout", [*FEW, "tp-rows-uneven", "fsdp-x-tp-rows"])
 def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(layout):
     results = run_layout(layout, skipped)
     assert_same_everywhere([*results, run_layout(layout, trained, 3, MODEL, torch.float32)[0]])
+    assert_close(results[0], expected(MODEL, 3, dtype=torch.float32), 1e-4)
 
 
 def frozen_on_the_last_rank(group, layout, gradient_is_left):
