@@ -41,9 +41,9 @@ OPTIONS = ("--depth", "1", "--eval-every", "25", "--save-every", "4")
 
 @pytest.fixture(scope="module")
 def whole(base):
-    """Runs of 100 steps without interruption, by number of processes."""
+    """Runs of 60 steps without interruption, by number of processes."""
     for processes in (1, 2):
-        train_on(processes, base, f"whole-{processes}", 100, *OPTIONS)
+        train_on(processes, base, f"whole-{processes}", 60, *OPTIONS)
     return {processes: base / "runs" / f"whole-{processes}" for processes in (1, 2)}
 
 
@@ -63,10 +63,10 @@ def assert_same_run(ours, theirs):
 def test_killed_at_random_moments_a_run_ends_as_if_nothing_had_happened(base, whole, processes):
     """It also survives damage to its newest checkpoint."""
     run, generator = f"killed-{processes}", random.Random(processes)
-    run_dir, command = base / "runs" / run, (base, run, 100, *OPTIONS)
-    for _ in range(4 - processes):
+    run_dir, command = base / "runs" / run, (base, run, 60, *OPTIONS)
+    for _ in range(2):
         saved = max(checkpoint.saved_steps(run_dir), default=0)
-        ranks, far = Ranks(*command, processes=processes), saved + generator.randint(8, 28)
+        ranks, far = Ranks(*command, processes=processes), saved + generator.randint(6, 12)
         wait_until(lambda far=far: len(losses(base, run)) >= far, ranks.alive)
         time.sleep(generator.uniform(0, 0.03))
         ranks.kill(signal.SIGKILL)
@@ -80,7 +80,7 @@ def test_killed_at_random_moments_a_run_ends_as_if_nothing_had_happened(base, wh
     half.touch()
     output = train_on(processes, *command)
     assert f"checkpoint step_{newest} is damaged and not used: {file} " in output and not half.exists()
-    assert f"resuming run {run} at step {previous} of 100\n" in output
+    assert f"resuming run {run} at step {previous} of 60\n" in output
     assert_same_run(run_dir, whole[processes])
 
 
@@ -89,25 +89,25 @@ def test_one_process_becomes_two_and_two_become_three(base):
     # In 60 steps, rounding alone makes two worlds differ by 2e-3 at full rates, by 7e-6 at a tenth of them
     rates = "--matrix-lr 0.002 --embedding-lr 0.03 --unembedding-lr 0.0004 --scalar-lr 0.001".split()
     options = ("--dtype", "float32", *rates, *QUIET)
-    for run, processes, until in (("as-one", 1, 60), ("grown", 1, 20), ("grown", 2, 40), ("grown", 3, 60)):
-        ranks = Ranks(base, run, 60, *options, processes=processes, small=small)
-        if until < 60:
+    for run, processes, until in (("as-one", 1, 30), ("grown", 1, 10), ("grown", 2, 20), ("grown", 3, 30)):
+        ranks = Ranks(base, run, 30, *options, processes=processes, small=small)
+        if until < 30:
             wait_until(lambda until=until: len(losses(base, "grown")) >= until, ranks.alive)
-            ranks.kill(signal.SIGTERM)
-        assert ranks.join() == [STOPPED if until == 20 else 0] * processes, ranks.output()
+            ranks.kill(signal.SIGINT)  # as Ctrl-C does to all of them
+        assert ranks.join() == [STOPPED if until == 10 else 0] * processes, ranks.output()
         assert f"{ {1: 2, 2: 1, 3: 2}[processes] } rows x" in ranks.output()  # of 6, chosen in each world
     assert losses(base, "grown") == pytest.approx(losses(base, "as-one"), abs=5e-5)
 
 
 def test_torchrun_passes_sigterm_on_and_the_same_command_completes(base, whole):
-    command, note = (base, "torchrun", 100, *OPTIONS), base / "runs" / "torchrun" / "stopped"
+    command, note = (base, "torchrun", 60, *OPTIONS), base / "runs" / "torchrun" / "stopped"
     process = launch(*command, processes=2)
-    wait_until(lambda: len(losses(base, "torchrun")) > 11, lambda: process.poll() is None)
+    wait_until(lambda: len(losses(base, "torchrun")) > 5, lambda: process.poll() is None)
     process.terminate()
     output, _ = process.communicate(timeout=30)
     step = len(losses(base, "torchrun"))
     line = f"stopped at step {step} and saved; the same command resumes it\n"
-    assert step < 100 and line in output and note.read_text() == line
+    assert step < 60 and line in output and note.read_text() == line
     assert output.count("stopping after this step; another Ctrl-C ends it at once, without saving\n") == 1
     assert checkpoint.saved_steps(base / "runs" / "torchrun")[-1] == step
     train_on(2, *command)
@@ -115,21 +115,19 @@ def test_torchrun_passes_sigterm_on_and_the_same_command_completes(base, whole):
     assert_same_run(base / "runs" / "torchrun", whole[2])
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
-def test_a_run_whose_terminal_or_pipe_is_gone_saves_all_the_same(base, number):
-    """For example if a terminal is closed, or after Ctrl-C with `| tee`."""
+def test_a_run_whose_terminal_is_gone_saves_all_the_same(base):
+    """Or the reader of its pipe, after Ctrl-C with `| tee`."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the run would inherit that it is ignored
-    run = f"closed-{number.name}"
-    process = launch(base, run, 100_000, *QUIET)
-    wait_until(lambda: len(losses(base, run)) > 2, lambda: process.poll() is None)
+    process = launch(base, "closed", 100_000, *QUIET)
+    wait_until(lambda: len(losses(base, "closed")) > 2, lambda: process.poll() is None)
     process.stdout.close()
-    process.send_signal(number)
+    process.send_signal(signal.SIGHUP)
     try:
         assert process.wait(60) == STOPPED
     finally:
         process.kill()
-    assert checkpoint.saved_steps(base / "runs" / run) == [len(losses(base, run))]
-    assert (base / "runs" / run / "stopped").exists()
+    assert checkpoint.saved_steps(base / "runs" / "closed") == [len(losses(base, "closed"))]
+    assert (base / "runs" / "closed" / "stopped").exists()
 
 
 def test_a_signal_to_one_rank_in_the_last_step_stops_all(base, tmp_path):
