@@ -473,17 +473,6 @@ def test_changed_groups_are_followed_before_the_first_step_and_refused_after_it(
     assert same(late, trained(1))
 
 
-def test_a_parameter_that_changes_its_dtype_after_the_first_step_is_refused():
-    """A bank sends its matrices in one dtype."""
-    model = build()
-    optimizer = MuonAdamW(groups_of(model))
-    train(model, optimizer, [0])
-    model[0].weight.grad = None
-    model[0].weight.data = model[0].weight.data.bfloat16()
-    with pytest.raises(ValueError, match="param group 0 has other parameters or options"):
-        optimizer.step()
-
-
 def test_state_that_is_replaced_or_cleared_is_an_error():
     """Kernels read the state of whole banks, of which optimizer.state has views: they would not see a new
     tensor.

@@ -163,41 +163,33 @@ def test_rows_do_not_wait_for_the_rest_of_the_corpus(folder, expected, tmp_path,
     assert torch.equal(steps(copy, len(expected)), expected) and not list(moments)
 
 
-def after_an_epoch(group, folder, grown):
-    """The position of a rank in the second epoch. The last one sees a manifest that has grown."""
+def to_the_second_epoch(group, folder, of_last, batch):
+    """(how many micro-batches a rank gets, its position in the second epoch or the error before it). The last
+    rank reads another folder.
+    """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    small_windows = {"WINDOW": 2}
-    with mock.patch.multiple(shards, **small_windows), mock.patch.multiple(dataloader, **small_windows):
-        loader = TrainLoader(grown if rank == size - 1 else folder, T, size, 50, rank, size)
-        while loader.epoch == 0:
-            next(loader)
-    return loader.state_dict()
-
-
-def test_all_ranks_go_by_the_first_ones_manifest(folder, tmp_path):
-    """data_prep may write more between their reads."""
-    first_part, whole = shutil.copytree(folder, tmp_path / "part"), read_manifest(folder)
-    shards.write_manifest(first_part, replace(whole, train=whole.train[:2], complete_to=1.0))
-    first, *others = run_world(4, after_an_epoch, first_part, folder)
-    assert first["epoch"] == 1 and others == 3 * [first]
-
-
-def until_a_shard_is_missing(group, folder, damaged):
-    """How many micro-batches a rank gets, and the error that ends them. The last one sees `damaged`."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    small_windows = {"WINDOW": 2}
-    with mock.patch.multiple(shards, **small_windows), mock.patch.multiple(dataloader, **small_windows):
-        loader = TrainLoader(damaged if rank == size - 1 else folder, T, size, 1, rank, size)
+    with mock.patch.object(shards, "WINDOW", 2), mock.patch.object(dataloader, "WINDOW", 2):
+        loader = TrainLoader(of_last if rank == size - 1 else folder, T, size, batch, rank, size)
         for count in itertools.count():
+            if loader.epoch > 0:
+                return count, loader.state_dict()
             try:
                 next(loader)
             except InputError as error:
                 return count, str(error)
 
 
+def test_all_ranks_go_by_the_first_ones_manifest(folder, tmp_path):
+    """data_prep may write more between their reads."""
+    first_part, whole = shutil.copytree(folder, tmp_path / "part"), read_manifest(folder)
+    shards.write_manifest(first_part, replace(whole, train=whole.train[:2], complete_to=1.0))
+    first, *others = run_world(4, to_the_second_epoch, first_part, folder, 50)
+    assert first[1]["epoch"] == 1 and others == 3 * [first]
+
+
 def test_a_shard_that_one_rank_cannot_read_ends_the_rows_of_all_at_once(folder, tmp_path):
     damaged = shutil.copytree(folder, tmp_path / "damaged")
     (damaged / "train-00003.safetensors").write_bytes(b"")
-    first, *others = run_world(4, until_a_shard_is_missing, folder, damaged)
+    first, *others = run_world(4, to_the_second_epoch, folder, damaged, 1)
     assert first[0] > 10 and f"shard {damaged}/train-00003.safetensors cannot be read" in first[1]
     assert others == 3 * [first]

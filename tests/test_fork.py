@@ -94,10 +94,6 @@ def test_another_mlp_is_cut_by_tensor_parallelism(fork, base):
 CONFIG = GPTConfig(vocab_size=67, seq_len=8, depth=1, width=24, heads=4, kv_heads=4)
 
 
-def unchanged(model):
-    pass
-
-
 def forget_its_cut(model):
     model.blocks[0].mlp.up.cut = None
 
@@ -112,10 +108,9 @@ def refusal(group, change):
     with torch.device("meta"):
         model = GPT(CONFIG)
     change(model)
-    try:
+    with pytest.raises(InputError) as error:
         parallelize(model, parallel.device_mesh("cpu", 1, 2), fsdp=False)
-    except InputError as error:
-        return str(error)
+    return str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -126,5 +121,4 @@ def refusal(group, change):
     ],
 )
 def test_a_parameter_that_tensor_parallelism_would_train_wrongly_is_refused(change, said):
-    assert run_world(2, refusal, unchanged) == [None, None]
     assert all(message.startswith(said) for message in run_world(2, refusal, change))

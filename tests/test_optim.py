@@ -208,14 +208,15 @@ def test_a_state_dict_of_before_the_first_step_starts_over():
     assert not any(tensor.any() for entry in other.state.values() for tensor in entry.values())
 
 
-def test_a_parameter_that_grows_needs_a_new_optimizer():
+@pytest.mark.parametrize("changed", [torch.ones(320, 64), torch.ones(300, 64, dtype=torch.bfloat16)])
+def test_a_parameter_that_grows_or_changes_its_dtype_needs_a_new_optimizer(changed):
     """For example with a larger vocabulary: its state would belong to other rows."""
     param = torch.nn.Parameter(torch.ones(300, 64))
     optimizer = MuonAdamW([ADAMW | dict(params=[param])])
     train(optimizer, [param], 1)
-    param.data = torch.ones(320, 64)
+    param.grad, param.data = None, changed
     with pytest.raises(ValueError, match="group 0 has other parameters or options"):
-        train(optimizer, [param], 1)
+        optimizer.step()
 
 
 def test_state_that_is_made_in_inference_mode_is_updated_outside():

@@ -115,17 +115,22 @@ def test_torchrun_passes_sigterm_on_and_the_same_command_completes(base, whole):
     assert_same_run(base / "runs" / "torchrun", whole[2])
 
 
+def into_a_pipe(flags):
+    """base_train, whose output goes into the named pipe in the base folder."""
+    pipe = os.open(f"{os.environ['NANOMUON_BASE_DIR']}/pipe", os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(pipe, descriptor)
+    return base_train.main(flags)
+
+
 def test_a_run_whose_terminal_is_gone_saves_all_the_same(base):
     """Or the reader of its pipe, after Ctrl-C with `| tee`."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the run would inherit that it is ignored
-    process = launch(base, "closed", 100_000, *QUIET)
-    wait_until(lambda: len(losses(base, "closed")) > 2, lambda: process.poll() is None)
-    process.stdout.close()
-    process.send_signal(signal.SIGHUP)
-    try:
-        assert process.wait(60) == STOPPED
-    finally:
-        process.kill()
+    os.mkfifo(base / "pipe")
+    ranks = Ranks(base, "closed", 100_000, *QUIET, main=into_a_pipe)
+    with open(base / "pipe"):
+        wait_until(lambda: len(losses(base, "closed")) > 2, ranks.alive)
+    ranks.kill(signal.SIGHUP)
+    assert ranks.join(60) == [STOPPED]
     assert checkpoint.saved_steps(base / "runs" / "closed") == [len(losses(base, "closed"))]
     assert (base / "runs" / "closed" / "stopped").exists()
 
