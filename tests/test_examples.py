@@ -3,11 +3,14 @@
 If a checkpoint is one file, the parameters at the end are those of the uninterrupted run, bit for bit.
 """
 
+import contextlib
+import io
 import os
 import re
 import runpy
 import shlex
 import sys
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -38,8 +41,10 @@ def run(command, folder):
     path, program, *arguments = command
     assert path == "PYTHONPATH=."
     arguments = [str(ROOT / each) if each.startswith("examples/") else each for each in arguments]
-    if program == "python":
-        return in_a_fork(folder, arguments)
+    if program == "python":  # in a fork of a process that has imported torch
+        with ProcessPoolExecutor(1, FORKS) as fork:
+            printed = fork.submit(run_file, folder, arguments, dict(os.environ)).result()
+        return [float(loss) for loss in LOSS.findall(printed)]
     result = call(program, *arguments, folder=folder, PYTHONPATH=str(ROOT), NANOMUON_COMPILE="0")
     # Gloo threads outlive destroy_process_group, and sometimes abort after the work is done (docs/log.md)
     aborted_at_exit = "terminate called without an active exception" in result.stderr
@@ -47,23 +52,14 @@ def run(command, folder):
     return [float(loss) for loss in LOSS.findall(result.stdout)]
 
 
-def in_a_fork(folder, arguments):
-    """The same for python, in a fork of a process that has imported torch."""
-    output = folder / "output"
-    process = FORKS.Process(target=_run, args=(dict(os.environ), folder, arguments, output))
-    process.start()
-    process.join(300)
-    assert process.exitcode == 0, output.read_text()
-    return [float(loss) for loss in LOSS.findall(output.read_text())]
-
-
-def _run(environment, folder, arguments, output):
-    for descriptor in (1, 2):
-        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-    os.environ.update(environment, NANOMUON_COMPILE="0")
+def run_file(folder, arguments, environment):
+    """What `python FILE ARGUMENTS` prints in this folder."""
     os.chdir(folder)
+    os.environ.update(environment, NANOMUON_COMPILE="0")
     sys.argv = arguments
-    runpy.run_path(arguments[0], run_name="__main__")
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        runpy.run_path(arguments[0], run_name="__main__")
+    return output.getvalue()
 
 
 def weights(file):

@@ -19,7 +19,7 @@ from nanomuon.runtime import read_json
 from scripts import optim_race
 from scripts.base_train import set_hyperparameters
 from scripts.laboratory import contenders, race, report, tasks
-from scripts.laboratory.contenders import Contender, parse_options
+from scripts.laboratory.contenders import Contender
 from tests.mistakes import refused
 from tests.training import QUIET, ROOT, STILL, optimizer_file, rows, train
 from tests.worlds import FORKS
@@ -360,16 +360,13 @@ def test_dials_are_rates_decay_and_what_the_file_names(tmp_path):
     assert Contender(f"{ADAMW}:weight_decay=0.2").dials()["weight_decay"] == (0.05, 0.8)
 
 
-def test_an_option_may_be_a_tuple_of_tuples():
-    found = parse_options("mine.py", "a=((2,-1.5,0.5),(2,1,0)),betas=(0.9,0.95),b=x")
-    assert found == {"a": ((2, -1.5, 0.5), (2, 1, 0)), "betas": (0.9, 0.95), "b": "x"}
-
-
-def test_a_trial_keeps_strings(tmp_path):
+def test_a_trial_keeps_strings_and_tuples(tmp_path):
     file = tmp_path / "own.py"
-    file.write_text("def build_optimizer(model, *, mode='x', size='x', lr=0.1): ...")
-    trial = Contender(f"{file}:mode=a b,size='1',lr=0.1").with_options({"lr": 0.2})
-    assert trial.options == {"mode": "a b", "size": "1", "lr": 0.2}
+    file.write_text("def build_optimizer(model, *, mode='x', size='x', triples=(), lr=0.1): ...")
+    options = "mode=a b,size='1',triples=((2,-1.5,0.5),(2,1,0)),lr=0.1"
+    trial = Contender(f"{file}:{options}").with_options({"lr": 0.2})
+    triples = (2, -1.5, 0.5), (2, 1, 0)
+    assert trial.options == {"mode": "a b", "size": "1", "triples": triples, "lr": 0.2}
 
 
 @pytest.mark.parametrize(
