@@ -29,7 +29,6 @@ from nanomuon.runtime import (
     InputError,
     base_dir,
     cores,
-    lock_file,
     locked,
     print0,
     read_json,
@@ -281,12 +280,10 @@ def shards_for_training(corpus: Corpus, vocab_size: int | None = None) -> Path:
 
 def being_written(folder: Path) -> bool:
     """Whether some process has locked the folder."""
-    from filelock import FileLock, Timeout
-
     try:
-        with FileLock(lock_file(folder)).acquire(timeout=0):
+        with locked(folder, wait=False):
             return False
-    except Timeout:
+    except InputError:
         return True
 
 
