@@ -4,13 +4,13 @@
     adamw = dict(kind="adamw", params=[...], lr=3e-4, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0)
     optimizer = DistMuonAdamW([muon, adamw])  # under torchrun; in one process MuonAdamW([muon, adamw])
 
-Each rank has all replicated parameters, and gradients from its own rows of the batch. Each matrix has an
-owner: the only rank that receives its mean gradient, has its state and updates it (ZeRO-2, although the local
-`p.grad` stays whole). Large AdamW parameters are divided by rows in the same way; small ones are updated by
-every rank. Parameters that are updated together are a work item. `MuonAdamW.step` takes all work items
-through these phases:
+A parameter that is not sharded, called whole or replicated, is on every rank, with a gradient from that
+rank's own rows of the batch. Each whole matrix has an owner: the only rank that receives its mean gradient,
+has its state and updates it (ZeRO-2, although the local `p.grad` stays whole). Large AdamW parameters are
+divided by rows in the same way; small ones are updated by every rank. Parameters that are updated together
+are a work item. `MuonAdamW.step` takes all work items through these phases:
 
-    agree     one small all_reduce: which parameters have a gradient on some rank? Is every gradient finite?
+    agree     one small all_reduce: which parameters have a gradient on some rank? Are all norms finite?
     collect   send the gradients to the ranks that need them
     compute   update state and parameters from the gradients that have arrived
     send      send the updated parameters
@@ -32,13 +32,13 @@ The kinds of work items, with W ranks:
                       see optim_fsdp.py
 
 The collectives of `collect` average the gradients of whole parameters over the ranks, by `ReduceOp.AVG` in
-the methods of `World`; nothing else does. Of a bank's K matrices, a rank owns K // W consecutive ones, or one
-more. The E matrices of a 3-D parameter are divided into blocks of ceil(E/W), so the last ranks may own fewer
-or none. Each phase visits the items in one order: by kind, as in this table; within a kind by group; the
-banks of a group from the largest m * n to the smallest, its pipelines by their most expensive matrix, its
-other items by their first parameter. For banks and rows, each rank sends (W-1)/W times the bytes of the
-gradients per step and as much of the parameters, plus padding. A single process sends nothing and runs the
-same math.
+the methods of `World`; nothing else in this file does. Of a bank's K matrices, a rank owns K // W consecutive
+ones, or one more. The E matrices of a 3-D parameter are divided into blocks of ceil(E/W), so the last ranks
+may own fewer or none. Each phase visits the items in one order: by kind, as in this table; within a kind by
+group; the banks of a group from the largest m * n to the smallest, its pipelines by their most expensive
+matrix, its other items by their first parameter. For banks and rows, each rank sends (W-1)/W times the bytes
+of the gradients per step and as much of the parameters, plus padding. A single process sends nothing and runs
+the same math.
 
 This file contains, in order: the kernels; the hyperparameters; the ranks and their collectives; parameters
 and gradients; the rule for the direction of a Muon update; the work items; the owners; the optimizers.
@@ -93,7 +93,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 # infinity is NaN, so torch.where keeps the old parameter. `hyper` has a group's hyperparameters as 0-D
 # tensors, so a new value triggers no recompilation; options (nesterov, cautious) are Python values, and each
 # combination of options, shape and dtype is compiled once. All arithmetic except Newton-Schulz is in the
-# dtype of the state, which Muon's kernels take from `ok`, since there may be no momentum buffer.
+# dtype of the state. Muon's kernels take it from `ok`, which has it too, as there may be no momentum buffer.
 
 compile_kernels = contextvars.ContextVar("compile_kernels", default=False)  # each step sets it
 
@@ -195,7 +195,7 @@ def normuon(
 
 
 def second_moment_gain(
-    v,  # (12, 1, 3072), mean squares of X, one per index of its long side, as in nanochat
+    v,  # (12, 1, 3072), mean squares of X, one per index of its long side
     short,  # 768, the short side
     second_momentum_buffer,  # (12, 1, 3072), updated in place
     ok,  # (12, 1, 1)
@@ -253,7 +253,7 @@ def hyper_of(group):
         raise ValueError(f"param group of {group['names'][0]}: {error}") from None
     lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
     if group["kind"] == "muon":
-        # None counts as 0, which only a direction of your own may read
+        # None becomes 0. The kernels do not read it then; a direction of your own may
         momentum, beta2 = group["momentum"] or 0, group["beta2"] or 0
         return MuonHyper(lr, weight_decay, momentum, 1 - momentum, 1 - beta2)
     beta1, beta2 = group["betas"]
@@ -266,8 +266,8 @@ def hyper_of(group):
 
 @dataclass
 class Transfer:
-    """A collective in flight. `wait()` returns `received`; keep the Transfer, and with it `sent`, until then.
-    `step` and `Pipeline` drop it right after, which frees `sent`.
+    """A collective in flight. `wait()` returns `received`. Until it has, keep the Transfer, and with it
+    `sent`; `step` and `Pipeline` drop it right after, which frees `sent`.
     """
 
     received: object  # a tensor, or a list of tensors
@@ -438,7 +438,7 @@ def as_batch(matrices):
 
 
 def write(values, tensors):
-    """Copy values into tensors of other shapes, but the same numbers of elements."""
+    """Copy each value into its tensor, which may have another shape, but as many elements."""
     views = [value.view(tensor.shape) for value, tensor in zip(values, tensors, strict=True)]
     torch._foreach_copy_(tensors, views)
 
@@ -506,7 +506,7 @@ def call_direction(U, buffers, ok, hyper, *, direction):
 # The work items
 
 # Banks first, because they compute longest. The Pipeline last, so that its first transfer is in flight while
-# the others compute; like BankOfShards, it also communicates inside its `compute`
+# the others compute. Pipeline and BankOfShards also communicate inside their `compute`
 ITEM_ORDER = ("Bank", "BankOfShards", "Rows", "SmallParameters", "Pipeline")
 
 
@@ -791,7 +791,7 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         check_choice("compile", compile, (True, False, "auto"))
         self.compile, self.ns_dtype, self.world = compile, ns_dtype, world or World()
         self.reset_plan()
-        self.skipped_steps = None  # add_param_group compares no ranks yet
+        self.skipped_steps = None  # tells add_param_group that the constructor is calling it
         self.world.together(lambda: super(MuonAdamW, self).__init__(param_groups, {}))
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
         self.check_and_broadcast(self.param_groups)

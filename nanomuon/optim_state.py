@@ -207,9 +207,9 @@ class SavedByName:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict, hyperparameters="restore", strict=True):
-        """Restore a full_state_dict() of any world size and grouping; a named_state_dict() or state_dict()
-        that this rank saved in the same world; or one that torch.distributed.checkpoint has filled. Frozen
-        parameters may be missing. Collective.
+        """Restore whole state, a full_state_dict() or any state of one process, saved in any world and
+        grouping; a named_state_dict() or state_dict() with shards that this rank saved in the same world; or
+        one that torch.distributed.checkpoint has filled. Frozen parameters may be missing. Collective.
 
         hyperparameters: "restore" copies lr, the other numbers and whatever schedulers wrote from the groups
         in which these parameters were saved, as torch's optimizers do; "keep" keeps those of our groups.

@@ -10,8 +10,8 @@ locks the run's folder:
     model    Run._build                  model (parallel.py), optimizer and schedule (recipe.py)
     restore  Run._restore                weights, optimizer and position of a checkpoint, if there is one
     rows     Run.__init__                a TrainLoader that begins at this position
-    record   Run._write_folder           on rank 0: settings.json, config.json, tokenizer (--resume never: a
-                                         new folder)
+    record   Run._write_folder           on rank 0: settings.json, config.json, tokenizer (--resume never
+                                         deletes everything in the folder first)
     log      Run.__init__                metrics.jsonl; removes later checkpoints; compiles the model
     loop     base_train.train            evaluate, step, log, save
     end      Run.finish                  the whole validation set, export, samples, report, summary.json
@@ -132,7 +132,8 @@ class Run:
                 report.read_rows(self.folder / "metrics.jsonl")
             wandb_id = wandb.id if wandb else settings and settings.wandb_id
             self._write_folder(wandb_id)
-            resume_step, is_lengthened = self.step if found else None, self.step < self.plan.steps
+            resume_step = self.step if found else None
+            is_lengthened = self.step < self.plan.steps
             self.metrics = report.MetricsLog(self.folder, resume_step, wandb, is_lengthened)
         # Remove those after the step that it resumes from, and what killed processes have left
         checkpoint.remove(self.folder, self.step, args.keep_last)

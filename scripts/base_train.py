@@ -146,9 +146,9 @@ def train(run: Run, signals: StopSignals) -> int | None:
                 args.qk_clip,
                 signals,
             )
-        except InputError:  # on all ranks: scripts.data_prep has failed, or a shard cannot be read
+        except InputError:  # on all ranks: there is no data, or a signal came while the loader waited for it
             run.save(position)
-            if any(together(lambda: signals.asked)):  # or a signal came while the loader waited for data
+            if any(together(lambda: signals.asked)):
                 return signals.stopped(f"at step {run.step} and saved")
             print0(f"stopped at step {run.step} and saved; {signals.command} resumes it once there is data")
             raise
@@ -179,14 +179,16 @@ def train(run: Run, signals: StopSignals) -> int | None:
         if bad_steps == MAX_BAD_STEPS:
             return run.give_up(f"{bad_steps} steps in a row had non-finite losses or gradients", bad_steps)
 
-        # Not after a bad step: few checkpoints are kept, and this one would replace a good one
+        # Not after a bad step, unless it is the last: few checkpoints are kept, and this would replace a good
+        # one
         due = is_due(args.save_every, run.step) and bad_steps == 0
         is_last = done.stops or run.step == plan.steps
         if due or is_last:
             run.save(is_last=is_last)
         if done.stops:
             return signals.stopped(f"at step {run.step} and saved")
-    signals.how, signals.can_save = "in its last evaluation", False
+    signals.how = "in its last evaluation"  # first: the other thread reads it as soon as nothing can be saved
+    signals.can_save = False
     if any(together(lambda: signals.asked)):  # a rank got a signal during the last save
         return signals.stopped("before its last evaluation")
     return None
