@@ -10,7 +10,7 @@ is sharded, and by which dimension of the device mesh:
   each matrix                "tp"             tensor parallelism: the ranks orthogonalize jointly
                                               (`optim_tp.py`)
   each matrix                another (FSDP2)  data parallelism: each matrix has an owner; an all_to_all sends
-                                              it the shards, a second one returns the direction's shards
+                                              it the shards, others return the direction's and the state
   each matrix                both             as under FSDP2, but each tensor-parallel shard has an owner, and
                                               the owners of a matrix's shards orthogonalize jointly
 
@@ -18,10 +18,10 @@ The first two are a `BankOfShards`. The others are a `Pipeline`: one work item f
 state, made of chunks. The matrices of a chunk have one shape. Momentum, weight decay and update are
 elementwise and happen on the shards; the rule, which needs whole matrices, runs on their owner (by
 `assign_owners` over FSDP2's ranks, chunk by chunk, the most expensive first). After the shards of a
-direction, the owner sends all ranks the updated state of the rule, in its own dtype. So every rank has all of
-the rule's state, and it is saved like any replicated state. For NorMuon that costs each rank a vector per
-matrix, and with a direction of your own, whatever state it declares. One matrix (m, n), with its rows on four
-ranks and float32 parameters:
+direction, the owner sends all ranks the updated state of the rule, in the dtype of the state. So every rank
+has all of the rule's state, and it is saved like any replicated state. For NorMuon that costs each rank a
+vector per matrix, and with a direction of your own, whatever state it declares. One matrix (m, n), with its
+rows on four ranks and float32 parameters:
 
     phase           rank 0   rank 1   rank 2   rank 3
     send_U          rows     rows     rows     rows     momentum and U of the shard, (m/4, n), float32
@@ -31,7 +31,7 @@ ranks and float32 parameters:
     all_to_all                                          each tensor of the rule's state, in its own dtype
     update_shards   rows     rows     rows     rows     decay and update of the shard; all copy the state
 
-A chunk has up to W * max(1, CHUNK_BYTES // 4mn) matrices, and at most three have transfers in memory
+A chunk has up to W * max(1, CHUNK_BYTES // (4 * m * n)) matrices, and at most three have transfers in memory
 (`Pipeline`). With W ranks, a rank sends 2(W-1)/W times the bytes of its shards, and the state of the matrices
 that it owns to each of the W-1 others.
 """
@@ -225,8 +225,8 @@ class Chunk(OfShards, Matrices):
         all_lines, self.line_length = (m, n) if self.dim == 1 else (n, m)
         ranks = range(self.world.size)
         spans = [self.world.span(all_lines, rank) for rank in ranks]
-        self.matrices_of = [owners.count(rank) for rank in ranks]  # how many matrices each rank owns
-        self.lines_of = [hi - lo for lo, hi in spans]  # how many lines of every matrix each rank has
+        self.owned_counts = [owners.count(rank) for rank in ranks]  # how many matrices each rank owns
+        self.line_counts = [hi - lo for lo, hi in spans]  # how many lines of every matrix each rank has
         self.sent_dtype = self.world.comm_dtype or gradient_dtype(params[0])
         self.rule_buffers = {name: self.buffers[name] for name in self.rule.buffers}  # (K, *shape) each
         if self.dim == 1 and self.scale.ndim:  # one per row
@@ -240,11 +240,11 @@ class Chunk(OfShards, Matrices):
         buffer = self.buffers.get("momentum_buffer")
         U = muon_momentum(grads, buffer, ok, hyper, nesterov=self.group["nesterov"])
         U = U.transpose(1, self.dim).to(self.sent_dtype)
-        k, own_lines = self.matrices_of[self.world.rank], self.lines_of[self.world.rank]
-        send = [matrices * own_lines * self.line_length for matrices in self.matrices_of]
-        receive = [k * lines * self.line_length for lines in self.lines_of]
+        k, own_lines = self.owned_counts[self.world.rank], self.line_counts[self.world.rank]
+        send = [count * own_lines * self.line_length for count in self.owned_counts]
+        receive = [k * lines * self.line_length for lines in self.line_counts]
         transfer = self.world.all_to_all(U.flatten(), send, receive)
-        from_ranks = zip(transfer.received.split(receive), self.lines_of, strict=True)
+        from_ranks = zip(transfer.received.split(receive), self.line_counts, strict=True)
         return Transfer([part.view(k, lines, self.line_length) for part, lines in from_ranks], [transfer])
 
     def send_back(self, parts, ok, hyper):
@@ -258,8 +258,9 @@ class Chunk(OfShards, Matrices):
         for batch in self.batches():
             buffers = {name: buffer[batch] for name, buffer in owned.items()}
             X, gain = self.rule(U[batch], buffers, ok[batch], hyper)
-            torch.mul(X, gain.to(self.dtype), out=U[batch])  # U now holds the directions
-        to_ranks = U.transpose(1, self.dim).to(self.sent_dtype).split(self.lines_of, dim=1)
+            torch.mul(X, gain.to(self.dtype), out=U[batch])
+        directions = U  # in its memory
+        to_ranks = directions.transpose(1, self.dim).to(self.sent_dtype).split(self.line_counts, dim=1)
         transfers = [self.from_owners(to_ranks)]
         for buffer in owned.values():
             transfers.append(self.from_owners([buffer] * self.world.size))
@@ -269,7 +270,7 @@ class Chunk(OfShards, Matrices):
         """Send each rank a tensor (k, ...) about the owned matrices. Receives one flat tensor for all K."""
         send = [tensor.numel() for tensor in to_ranks]
         each = math.prod(to_ranks[self.world.rank].shape[1:])  # elements received for a matrix
-        receive = [matrices * each for matrices in self.matrices_of]
+        receive = [count * each for count in self.owned_counts]
         return self.world.all_to_all(torch.cat([tensor.flatten() for tensor in to_ranks]), send, receive)
 
     def update_shards(self, received, ok, hyper):
@@ -304,6 +305,7 @@ class Pipeline(WorkItem):
         return ok.to(self.dtype).view(-1, 1, 1).split([len(chunk.params) for chunk in self.chunks])
 
     def collect(self, ok, hyper):
+        """A Transfer of the Transfer of chunk 0: `compute` waits for it after it has started chunk 1."""
         return Transfer([self.chunks[0].send_U(self.ok_of_chunks(ok)[0], hyper)])
 
     def compute(self, first, ok, hyper):
