@@ -104,7 +104,7 @@ class TrainLoader:
 
     `state_dict()` is the position after the last micro-batch returned. Passed as `state`, it resumes there
     immediately, on any number of ranks. Packing a window takes 0.06 s at a length of 2048, 0.2 s at 256.
-    gives_up: asked every second while shards are still being written; if it returns True, InputError.
+    stops_waiting: asked every second while shards are still being written; if it returns True, InputError.
     """
 
     def __init__(
@@ -118,13 +118,13 @@ class TrainLoader:
         seed=0,
         device="cpu",
         state=None,
-        gives_up=lambda: False,
+        stops_waiting=lambda: False,
     ):
         self.folder = Path(folder)
         self.seq_len = seq_len
         self.seed = seed
         self.device = device
-        self.gives_up = gives_up
+        self.stops_waiting = stops_waiting
         self.rows_per_micro_batch = world_size * device_batch_size  # of all ranks
         self.own_rows = slice(rank * device_batch_size, (rank + 1) * device_batch_size)
         state = state or {"epoch": 0, "window": 0, "row": 0}  # the next row
@@ -157,7 +157,7 @@ class TrainLoader:
     def _pack(self):
         """Pack the rows of the window, waiting for it if necessary. After the last window an epoch begins."""
         # The first rank's, for all: the manifest may grow between their reads
-        wait = functools.partial(wait_for_window, self.folder, self.window, self.gives_up)
+        wait = functools.partial(wait_for_window, self.folder, self.window, self.stops_waiting)
         self.manifest = together(wait)[0]
         if self.window * WINDOW >= len(self.manifest.train):
             self.epoch, self.window = self.epoch + 1, 0

@@ -110,10 +110,10 @@ def make_plan(args: argparse.Namespace, runtime: Runtime, settings: Settings | N
         rows = settings.rows
     if rows is None:
         if args.total_batch_size:
-            rows_per_step = max(1, args.total_batch_size // one_row_each)  # of a device
+            device_rows = max(1, args.total_batch_size // one_row_each)  # per step
         else:  # a power of two, so that the batch can be one too
-            rows_per_step = 2 ** int(math.log2(total_batch_size(tokens, one_row_each) // one_row_each))
-        rows = rows_that_fit(config, layout, rows_per_step, runtime)
+            device_rows = 2 ** int(math.log2(total_batch_size(tokens, one_row_each) // one_row_each))
+        rows = rows_that_fit(config, layout, device_rows, runtime)
     micro_batch = rows * one_row_each
     batch = args.total_batch_size or total_batch_size(tokens, micro_batch)
     if batch % micro_batch:

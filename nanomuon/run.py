@@ -85,10 +85,10 @@ class Run:
         runtime: Runtime,
         settings: Settings | None,
         wandb=None,
-        gives_up=lambda: False,
+        stops_waiting=lambda: False,
     ):
         """Start or resume the run. settings: those that it has recorded, None for a new run. wandb: the first
-        rank's run at Weights & Biases, if there is one. gives_up: see TrainLoader.
+        rank's run at Weights & Biases, if there is one. stops_waiting: see TrainLoader.
         """
         self.args, self.plan, self.runtime = args, plan, runtime
         self.folder = folder_of(args.run)
@@ -124,7 +124,7 @@ class Run:
             seed=args.seed,
             device=runtime.device,
             state=position,
-            gives_up=gives_up,
+            stops_waiting=stops_waiting,
         )
         self.metrics = None
         if runtime.rank == 0:
@@ -322,8 +322,8 @@ class Run:
         if self.metrics:
             self.metrics.log({"step": self.step, "tokens": self.step * self.plan.batch, **figures})
 
-    def save(self, position: dict | None = None, is_last: bool = True) -> None:
-        """Write a checkpoint. If the disk is full or not writable, InputError for the last one; for others a
+    def save(self, position: dict | None = None, must_succeed: bool = True) -> None:
+        """Write a checkpoint. If the disk is full or not writable: InputError if it must succeed, else a
         warning, and training continues.
 
         position: the loader's, to repeat the rows of a step that could not be taken.
@@ -333,11 +333,11 @@ class Run:
         try:
             checkpoint.save(self.folder, self.step, self.model, self.optimizer, meta, self.args.keep_last)
         except checkpoint.NotWritten as error:
-            if is_last:
+            if must_succeed:
                 raise
             print0(f"warning: {error}")
 
-    def give_up(self, why: str, bad_steps: int = 0) -> int:
+    def diverged(self, why: str, bad_steps: int = 0) -> int:
         """Print why the run has diverged, and the checkpoint to resume from. It is from before the last good
         step, whose update may have caused the bad ones. Returns the exit code.
         """
@@ -359,7 +359,7 @@ class Run:
         recipe.switch(self.optimizer, "eval")
         val_bpb = self.evaluate(None)
         if not math.isfinite(val_bpb):
-            return self.give_up(f"run {args.run} has diverged: its validation loss is not finite")
+            return self.diverged(f"run {args.run} has diverged: its validation loss is not finite")
         hf_export.export(self.folder, self.model, self.tokenizer)
         core_results = self.evaluate_core(args.core_items) if self.core_tasks else None
         with torch.compiler.set_stance("force_eager"):  # the shapes of samples were not compiled

@@ -287,8 +287,8 @@ def being_written(folder: Path) -> bool:
         return True
 
 
-def wait_for_window(folder: Path, window: int, gives_up=lambda: False) -> Manifest:
-    """The manifest, once it has the window. InputError if nobody is writing it, or if gives_up() is true."""
+def wait_for_window(folder: Path, window: int, stops_waiting=lambda: False) -> Manifest:
+    """The manifest, once it has the window. InputError if nobody is writing it, or if stops_waiting()."""
     busy = 0  # the last second with a writer; one that starts together with us takes the lock a bit later
     for second in itertools.count():
         manifest = read_manifest(folder)
@@ -296,7 +296,7 @@ def wait_for_window(folder: Path, window: int, gives_up=lambda: False) -> Manife
             return manifest
         if second == 0:
             print0(f"waiting for training window {window} of {folder}")
-        if gives_up():
+        if stops_waiting():
             raise InputError(f"stopped waiting for {folder}")
         if being_written(folder):
             busy = second

@@ -177,14 +177,14 @@ def train(run: Run, signals: StopSignals) -> int | None:
             what = f"loss {done.loss}: no update, because the loss or a gradient is not finite"
             print0(f"step {run.step}: {what} ({bad_steps} in a row)")
         if bad_steps == MAX_BAD_STEPS:
-            return run.give_up(f"{bad_steps} steps in a row had non-finite losses or gradients", bad_steps)
+            return run.diverged(f"{bad_steps} steps in a row had non-finite losses or gradients", bad_steps)
 
         # Not after a bad step, unless it is the last: few checkpoints are kept, and this would replace a good
         # one
         due = is_due(args.save_every, run.step) and bad_steps == 0
         is_last = done.stops or run.step == plan.steps
         if due or is_last:
-            run.save(is_last=is_last)
+            run.save(must_succeed=is_last)
         if done.stops:
             return signals.stopped(f"at step {run.step} and saved")
     signals.how = "in its last evaluation"  # first: the other thread reads it as soon as nothing can be saved
