@@ -104,8 +104,8 @@ def sharding_of(param, group, comm_dtype, ns_dtype):
         cut_dim, world = placement.dim + 1 - batch, World(mesh.get_group(axis), comm_dtype)
         possible = cut_dim == 1 or param.ndim < 4  # a convolution is a matrix (out, rest)
         if is_tensor_parallel(mesh, axis):
-            # If FSDP2's dimension comes first, `dim` is set by now. FSDP2 after tensor parallelism makes a
-            # _StridedShard, which is not a Shard
+            # FSDP2's dimension comes first in the mesh: `dim` is set by now. If FSDP2 was applied first, too,
+            # both are plain Shards; after tensor parallelism it makes a _StridedShard, which is not a Shard
             if dim == cut_dim and sum(isinstance(each, Shard) for each in param.placements) > 1:
                 raise ValueError(
                     "sharded by data parallelism before tensor parallelism: call parallelize_module before "
