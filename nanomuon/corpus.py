@@ -104,7 +104,7 @@ class Corpus:
                 repair = "delete a damaged file to fetch it again"
             raise InputError(
                 f"corpus {self.name}: {self.describe_unreadable()}; {repair}, name the field that holds the "
-                "text of a record (--text-field of base_train and data_prep), or leave them out "
+                "text of a record (--text-field; of data_prep for commands without it), or leave them out "
                 "(--skip-unreadable)"
             )
 
@@ -168,8 +168,8 @@ def check_corpus(name: str) -> None:
     if name.startswith("path:") and _place(name):
         if not os.path.exists(_place(name)):
             raise InputError(
-                f"corpus {name}: no such file or folder: {os.path.abspath(_place(name))}; if the texts have "
-                "moved, give their new place with --corpus"
+                f"corpus {name}: no such file or folder: {os.path.abspath(_place(name))}; if the texts of "
+                "a run have moved, give their new place with --corpus (CORPUS=... for speedrun.sh)"
             )
     elif name != "python" and not HUB_NAME.fullmatch(name):
         raise InputError(f"unknown corpus {name!r}: use python, path:FILE_OR_FOLDER, or hf:ORG/NAME[:CONFIG]")

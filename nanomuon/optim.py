@@ -493,13 +493,14 @@ def rule_of(group, m, n, ns_dtype):
 
 def call_direction(U, buffers, ok, hyper, *, direction):
     """Call a user's direction. The dict of buffers is read-only: a tensor put into it would be lost."""
-    X, gain = direction(U, types.MappingProxyType(buffers), ok, hyper)
-    if X.shape != U.shape or gain.ndim != 3:  # other shapes might broadcast in an unintended way
-        raise ValueError(
-            f"{option_name(direction)} must return X of the shape of U, {tuple(U.shape)}, and a gain of "
-            f"three dimensions, not {tuple(X.shape)} and {tuple(gain.shape)}"
-        )
-    return X, gain
+    match direction(U, types.MappingProxyType(buffers), ok, hyper):
+        case (torch.Tensor(shape=U.shape) as X, torch.Tensor(ndim=3) as gain):
+            return X, gain
+    # Other shapes might broadcast in an unintended way
+    raise ValueError(
+        f"{option_name(direction)} must return (X, gain): X of the shape of U, here {tuple(U.shape)}, and a "
+        "tensor of three dimensions that broadcasts to it"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------

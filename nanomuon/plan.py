@@ -240,6 +240,19 @@ def print_plan(plan: Plan, runtime: Runtime) -> None:
     )
 
 
+def warn_if_too_large(plan: Plan, device: torch.device) -> None:
+    """Print a warning if a step needs more memory than the GPU, or the machine, has."""
+    if device.type == "cuda":
+        _, capacity = torch.cuda.mem_get_info(device)
+    else:
+        capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if plan.memory > capacity:
+        print0(
+            f"warning: a step takes about {plan.memory / 2**30:.0f} GiB on each device, and this one has "
+            f"{capacity / 2**30:.0f}: a smaller --depth needs less, and so does --shard fsdp on several"
+        )
+
+
 def print_time(plan: Plan, runtime: Runtime) -> None:
     """Print roughly how long the steps will take, by the speed of a product, which this measures."""
     rows = min(plan.rows, 4)  # enough for the speed of many; another process may be using the GPU's memory

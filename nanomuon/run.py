@@ -264,7 +264,10 @@ class Run:
             return
         text = shards.count_tokens(manifest.train)
         passes = self.plan.tokens / text
-        print0(f"data       {text:,} tokens, each read about {passes:.2g} times")
+        extent = f"of which it reads {100 * passes:.2g}%"
+        if passes > 1:
+            extent = f"each read about {passes:.2g} times"
+        print0(f"data       {text:,} tokens, {extent}")
         if manifest.unreadable:
             print0(f"left out   {manifest.unreadable}")
         documents = sum(entry.documents for entry in manifest.val)

@@ -37,7 +37,7 @@ from nanomuon.attention import use_flash_attention
 from nanomuon.command import StopSignals, run_command
 from nanomuon.corpus import check_corpus
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
-from nanomuon.plan import make_plan, peak_flops, print_plan, print_time
+from nanomuon.plan import make_plan, peak_flops, print_plan, print_time, warn_if_too_large
 from nanomuon.qk_clip import clip_
 from nanomuon.report import start_wandb
 from nanomuon.run import Run, is_complete, refuse_other_texts
@@ -72,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     if flash_attention is not None:
         torch.nn.attention.activate_flash_attention_impl(flash_attention)
     plan = make_plan(args, runtime, settings)
+    warn_if_too_large(plan, runtime.device)  # before the model is built
     if args.plan:
         print_plan(plan, runtime)
         print_time(plan, runtime)

@@ -67,6 +67,7 @@ class ReferenceMuon:
         if self.group["weight_decay_form"] == "cautious":
             self.P = self.P - lr * X - lr * wd * self.P * (X * self.P >= 0)
         else:
+            assert self.group["weight_decay_form"] == "decoupled"
             self.P = self.P * (1 - self.group["lr"] * wd) - lr * X
 
     def polar_factor(self, U):

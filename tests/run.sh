@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh dev
 has() { "$PYTHON" -c "import $1" 2>/dev/null; } # NANOMUON_PYTHON may name an interpreter without these two
-if has ruff; then
+if has ruff && [ $# -eq 0 ]; then
     "$PYTHON" -m ruff check .
     "$PYTHON" -m ruff format --check .
 fi

@@ -1,5 +1,6 @@
 """The size of a run, from its flags: model, batch, length, micro-batch, and whether it compiles."""
 
+import os
 from dataclasses import asdict
 
 import pytest
@@ -100,6 +101,17 @@ def test_windows_are_for_flash_attention_unless_asked_for(installed, capsys):
     check("cuda", "--window-pattern L", [None] * 4)
     plan.print_plan(planned("--depth 2"), CPU)
     assert "\nattention  FlashAttention 3, window pattern SSSL\n" in capsys.readouterr().out
+
+
+def test_a_model_that_needs_more_memory_than_there_is(monkeypatch, capsys):
+    run = planned("--depth 2")
+    plan.warn_if_too_large(run, CPU.device)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, run.memory))
+    plan.warn_if_too_large(run, CUDA.device)
+    assert not capsys.readouterr().out
+    monkeypatch.setattr(os, "sysconf", lambda name: 1)
+    plan.warn_if_too_large(run, CPU.device)
+    assert capsys.readouterr().out.startswith("warning: a step takes about ")
 
 
 @pytest.mark.parametrize("runtime, steps, said", [(CPU, 10**5, "minutes"), (FOUR, 10**12, "hours")])

@@ -509,6 +509,24 @@ def test_an_impossible_contender_is_named_before_anything_is_trained(contender, 
     assert not Inline.submitted
 
 
+RULE = """
+from nanomuon import recipe
+def param_groups(model, **keywords):
+    groups = recipe.param_groups(model, **keywords)
+    for group in groups:
+        if group["kind"] == "muon":
+            group.update(direction=lambda U, buffers, ok, hyper: U.sign())
+    return groups
+"""
+
+
+def test_an_error_that_a_step_meets_comes_before_the_first_run(lab, tmp_path):
+    (tmp_path / "rule.py").write_text(RULE)
+    with pytest.raises(ValueError, match=r"lambda. must return \(X, gain\)"):
+        lab("default", "rule.py")
+    assert not Inline.submitted
+
+
 def test_the_last_tenth_of_a_text_is_scored(text):
     _, setup = tasks.shakespeare_setup(str(text), {})
     _, validation, _ = tasks.shakespeare_data(setup, str(text), 0, "cpu")
@@ -567,9 +585,11 @@ def test_the_table_says_what_the_runs_say():
     results = {"a": [made_up("a", s, 1.5 + 0.01 * s) for s in range(3)]}
     results["b"] = [made_up("b", s, 1.4 + 0.01 * s + 0.0001 * s) for s in range(3)]
     results["c"] = [made_up("c", s, None if s else 1.3) for s in range(3)]
+    results["d"] = results["a"]
     text = report.table(results, "a", "bits per byte")
     rows = {line.split()[1]: line for line in text.splitlines()[2:]}
-    assert list(rows) == ["b", "a", "c"], "the lowest mean first"
+    assert list(rows) == ["b", "a", "d", "c"], "the lowest mean first"
+    assert "exactly the same scores: it changes nothing" in rows["d"]
     assert "1.4101 ± 0.0058" in rows["b"] and "better by 0.0999 (95% CI 0.0997 to 0.1001)" in rows["b"]
     assert "diverged with seed 1, 2" in rows["c"] and "| 10.0    | 2.0 " in rows["a"]
 

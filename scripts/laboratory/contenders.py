@@ -97,7 +97,9 @@ class Contender:
         return model
 
     def describe(self, setup):
-        """Its number of parameters, and a warning of new tensors that start at zero, one fact per line."""
+        """Its number of parameters, and a warning of new tensors that start at zero, one fact per line. Tries
+        one step on the CPU, so that an error in its file comes before the first run.
+        """
         known = tensors(Contender("default").model(setup, "meta"))
         model = self.initial_model(setup, "cpu", seed=0)
         facts = [f"{self.name}: {sum(param.numel() for param in model.parameters()):,} parameters"]
@@ -105,15 +107,23 @@ class Contender:
         if zeros:
             facts.append(
                 f"warning: {self.name}: {', '.join(zeros)} start at zero; if such a tensor is multiplied by "
-                "another one that starts at zero, neither learns: initialize one in the model's init_weights"
+                "another one that starts at zero, neither learns: initialize one in the model's init_weights "
+                "(values set in a constructor are discarded)"
             )
+        optimizer, _ = self.prepare(model, setup)
+        tokens = torch.randint(model.config.vocab_size, (1, model.config.seq_len))
+        model(tokens, tokens).backward()
+        optimizer.step()
         return facts
 
     def prepare(self, model, setup):
         """(optimizer, its groups as they were built) for a model."""
-        optimizer = recipe.make_optimizer(
-            self.build, model, batch_of(setup), setup["steps"], ns_dtype=model.compute_dtype
-        )
+        try:
+            optimizer = recipe.make_optimizer(
+                self.build, model, batch_of(setup), setup["steps"], ns_dtype=model.compute_dtype
+            )
+        except InputError as error:
+            raise InputError(f"contender {self.name}: {error}") from error
         return optimizer, [dict(group) for group in optimizer.param_groups]
 
     def version(self):
@@ -127,8 +137,8 @@ class Contender:
         InputError if its functions do not return what they should.
         """
         model = self.initial_model(setup, "cpu", seed=0)  # a file may compute with the weights
+        optimizer, groups = self.prepare(model, setup)
         try:
-            optimizer, groups = self.prepare(model, setup)
             course = list(recipe.course(self.schedule, groups, setup["steps"]))
         except InputError as error:
             raise InputError(f"contender {self.name}: {error}") from error

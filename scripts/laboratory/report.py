@@ -47,6 +47,8 @@ def table(results, baseline, unit):
         verdict = ""
         if name in compared:
             verdict = significance.verdict(compared[name])
+            if list(map(score, runs)) == list(map(score, results[baseline])):
+                verdict = "exactly the same scores: it changes nothing"
         elif name != baseline:
             seeds = [str(run["seed"]) for run in runs if score(run) == math.inf]
             verdict = f"diverged with seed {', '.join(seeds)}"
