@@ -402,7 +402,7 @@ def locked(folder: Path, wait: bool = True):
     """
     from filelock import FileLock, Timeout
 
-    file = folder.with_name(f".{folder.name}.lock")
+    file = lock_file(folder)
     try:
         lock = FileLock(file).acquire(timeout=0)
     except Timeout:
@@ -417,6 +417,11 @@ def locked(folder: Path, wait: bool = True):
         with naming(file):
             file.write_text(f"process {os.getpid()} on {socket.gethostname()}")
         yield
+
+
+def lock_file(folder: Path) -> Path:
+    """The file that `locked()` locks."""
+    return folder.with_name(f".{folder.name}.lock")
 
 
 def folder_of(run: str) -> Path:

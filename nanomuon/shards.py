@@ -29,6 +29,7 @@ from nanomuon.runtime import (
     InputError,
     base_dir,
     cores,
+    lock_file,
     locked,
     print0,
     read_json,
@@ -280,10 +281,12 @@ def shards_for_training(corpus: Corpus, vocab_size: int | None = None) -> Path:
 
 def being_written(folder: Path) -> bool:
     """Whether some process has locked the folder."""
+    from filelock import FileLock, Timeout
+
     try:
-        with locked(folder, wait=False):
+        with FileLock(lock_file(folder)).acquire(timeout=0):
             return False
-    except InputError:
+    except Timeout:
         return True
 
 
