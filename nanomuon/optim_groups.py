@@ -307,8 +307,8 @@ def named_parameters(groups):
         names, params = group["names"], group["params"]
         if len(names) != len(params):
             raise ValueError(
-                f"{len(names)} names for {len(params)} params, from {names[0]} on: keep them aligned (to add "
-                "parameters, call add_param_group)"
+                f"{len(names)} names for {len(params)} params: {', '.join(names[:3])}, ...: keep them "
+                "aligned (to add parameters, call add_param_group)"
             )
         yield from zip(names, params, strict=True)
 
