@@ -854,6 +854,8 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         """
         with torch.enable_grad():
             loss = closure() if closure else None
+        if getattr(self, "grad_scale", None) is not None:  # GradScaler sets it
+            raise ValueError("the gradients are still scaled: call scaler.unscale_(optimizer) first")
         self.plan()
         device = self.skipped_steps.device
         compiles = device.type == "cuda" if self.compile == "auto" else self.compile
@@ -1041,11 +1043,10 @@ class DistMuonAdamW(MuonAdamW):
 
     @property
     def _step_supports_amp_scaling(self):
-        """GradScaler asks for this. With whole parameters, a rank's scaler would skip a step by itself."""
-        is_whole = [not is_sharded(param) for _, param in named_parameters(self.param_groups)]
-        if self.world.size > 1 and any(is_whole):
-            raise ValueError("GradScaler skips steps on one rank alone: use bfloat16, or MuonAdamW under DDP")
-        return False
+        """GradScaler asks for this. If true, it always calls `step`, in which all ranks skip together;
+        otherwise it would skip the step of one rank alone.
+        """
+        return self.world.size > 1
 
     def __setstate__(self, state):
         super().__setstate__(state)

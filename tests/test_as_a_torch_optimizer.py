@@ -325,15 +325,9 @@ def test_fsdp1_is_refused():
 
 
 def saved_in_a_world(group):
-    """Each way to save locally is refused, and so is a GradScaler, which would skip steps on one rank alone.
-    test_saving.py has the other ways.
-    """
+    """Each way to save locally is refused. test_saving.py has the other ways."""
     model = build()
     optimizer = DistMuonAdamW(groups_of(model), group)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(loss_of(model, 0)).backward()
-    with pytest.raises(ValueError, match="GradScaler .* MuonAdamW under DDP"):
-        scaler.step(optimizer)
     assert optimizer.state_dict()["state"] == {}, "before the first step, as accelerate asks for it"
     train(model, optimizer, [0], dist.get_rank(group))
     wrapped = DistributedDataParallel(model, process_group=group)
@@ -351,6 +345,29 @@ def saved_in_a_world(group):
 def test_state_with_one_owner_is_refused_when_it_is_saved_locally():
     """Refused on every rank: a rank that saved less than the others would lose state silently."""
     run_world(2, saved_in_a_world)
+
+
+def scaled(group):
+    """A model trained with a GradScaler, for three steps and one in which a gradient overflows on rank 1."""
+    model, rank = build(), dist.get_rank(group)
+    optimizer, scaler = DistMuonAdamW(groups_of(model), group), torch.amp.GradScaler("cpu")
+    for step in (0, 7, 1, 2):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step, rank)).backward()
+        if step == 7 and rank == 1:
+            model[0].weight.grad[0, 0] = float("inf")
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert optimizer.skipped_steps == 1 and same(model, trained(3, 2))
+    assert scaler.get_scale() == (2.0**15 if rank == 1 else 2.0**16)
+    scaler.scale(loss_of(model, step, rank)).backward()
+    with pytest.raises(ValueError, match=r"still scaled: call scaler.unscale_\(optimizer\)"):
+        scaler.step(optimizer)
+
+
+def test_a_gradient_that_overflows_on_one_rank_skips_the_step_of_all():
+    run_world(2, scaled)
 
 
 def copied(group, how):
