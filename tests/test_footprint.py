@@ -16,9 +16,11 @@ from tests.worlds import run_world
 
 UNEVEN = GPTConfig(vocab_size=67, seq_len=16, depth=3, width=36, heads=2, kv_heads=2)
 GROUPED = GPTConfig(vocab_size=130, seq_len=16, depth=4, width=64, heads=8, kv_heads=4)
-CASES = [(UNEVEN, Layout(ranks)) for ranks in (1, 3)]
+CASES = [(UNEVEN, Layout(ranks)) for ranks in (1, 2, 3)]
 for fsdp in (False, True):
-    CASES += [(GROUPED, Layout(4, fsdp, 4)), (UNEVEN, Layout(4, fsdp, 1)), (UNEVEN, Layout(4, fsdp, 2))]
+    CASES += [(GROUPED, Layout(4, fsdp, 4))]
+    for config in (UNEVEN, GROUPED):
+        CASES += [(config, Layout(4, fsdp, tensor_parallel)) for tensor_parallel in (1, 2)]
 ROWS = 3
 
 
