@@ -126,6 +126,7 @@ LAYOUTS = {  # run: processes, flags
     "two": (2, []),
     "rounded": (2, ["--comm-dtype", "bfloat16"]),
     "tensor-parallel": (4, ["--tensor-parallel", "2"]),  # two see different rows
+    "fsdp": (2, ["--shard", "fsdp"]),
     "both": (4, ["--shard", "fsdp", "--tensor-parallel", "2"]),
 }
 
