@@ -184,8 +184,15 @@ def rows_that_fit(config: GPTConfig, layout: Layout, most: int, runtime: Runtime
     rows = most & -most
     if runtime.device.type == "cpu":
         return min(rows, 16)
-    _, capacity = torch.cuda.mem_get_info(runtime.device)
-    return fewer_rows(config, layout, rows, runtime.compute_dtype.itemsize, FILLED * capacity)
+    available = FILLED * memory_of(runtime.device)
+    return fewer_rows(config, layout, rows, runtime.compute_dtype.itemsize, available)
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of a GPU's memory, or of this machine's."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def fewer_rows(config: GPTConfig, layout: Layout, rows: int, compute_bytes: int, available: float) -> int:
@@ -242,10 +249,7 @@ def print_plan(plan: Plan, runtime: Runtime) -> None:
 
 def warn_if_too_large(plan: Plan, device: torch.device) -> None:
     """Print a warning if a step needs more memory than the GPU, or the machine, has."""
-    if device.type == "cuda":
-        _, capacity = torch.cuda.mem_get_info(device)
-    else:
-        capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    capacity = memory_of(device)
     if plan.memory > capacity:
         print0(
             f"warning: a step takes about {plan.memory / 2**30:.0f} GiB on each device, and this one has "

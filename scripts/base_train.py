@@ -180,8 +180,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
         if bad_steps == MAX_BAD_STEPS:
             return run.diverged(f"{bad_steps} steps in a row had non-finite losses or gradients", bad_steps)
 
-        # Not after a bad step, unless it is the last: few checkpoints are kept, and this would replace a good
-        # one
+        # Not after a bad step, unless it is the last: it would replace a good one, since few are kept
         due = is_due(args.save_every, run.step) and bad_steps == 0
         is_last = done.stops or run.step == plan.steps
         if due or is_last:
