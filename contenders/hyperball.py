@@ -24,7 +24,7 @@ def norms(param):
     return torch.linalg.vector_norm(param, dim=(-2, -1), keepdim=True)
 
 
-def build_optimizer(model, batch=None, steps=None, *, matrix_lr=0.018):
+def build_optimizer(model, batch, steps, *, matrix_lr=0.018):
     def direction(U, buffers, ok, hyper):
         """U: (k, m, n)."""
         X = orthogonalize(U, ns_dtype=model.compute_dtype).to(ok.dtype)

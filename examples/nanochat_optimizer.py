@@ -13,7 +13,7 @@ from nanomuon import recipe
 
 def build_optimizer(model):
     groups = []
-    for group in recipe.param_groups(model):
+    for group in recipe.param_groups(model, batch=524288, steps=2289):
         if group["kind"] == "adamw":
             keys = ("kind", "params", "lr", "betas", "eps", "weight_decay")
             groups.append({key: group[key] for key in keys})

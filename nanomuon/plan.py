@@ -299,7 +299,7 @@ class Part:
 def parts(config: GPTConfig, layout: Layout) -> list[Part]:
     """The parts of all parameters of a GPT, in the recipe's groups."""
     model, found = meta_model(config), []
-    for group in recipe.param_groups(model):
+    for group in recipe.param_groups(model, recipe.REFERENCE_BATCH, recipe.REFERENCE_STEPS):
         for name, param in zip(group["names"], group["params"], strict=True):
             held, cut = list(param.shape), parallel.cut_dim(model.get_submodule(name.rpartition(".")[0]))
             if cut is not None:

@@ -56,7 +56,7 @@ def values_of(declared, given):
     return {name: given.get(name, each.default) for name, each in declared.items()}
 
 
-def param_groups(model, batch=None, steps=None, **rates):
+def param_groups(model, batch, steps, **rates):
     """Groups of a GPT: Muon for the matrices, AdamW with a learning rate per role for the rest.
 
     batch: tokens per step; steps: those of the run. Rates and decay are given for 2,289 steps, and scaled by
@@ -66,10 +66,8 @@ def param_groups(model, batch=None, steps=None, **rates):
     300. rates: see RATES. docs/recipe.md has the measurements.
     """
     rates = values_of(RATES, rates)
-    batch_scale = matrix_lr_scale(batch) if batch else 1
-    lr_scale = horizon_lr_scale(steps) if steps else 1
-    decay_scale = horizon_decay_scale(steps) if steps else 1
-    width_scale = adamw_lr_scale(model.config.width)
+    batch_scale, width_scale = matrix_lr_scale(batch), adamw_lr_scale(model.config.width)
+    lr_scale, decay_scale = horizon_lr_scale(steps), horizon_decay_scale(steps)
     return build_param_groups(
         model,
         muon=dict(

@@ -132,7 +132,7 @@ def load_peer(peer):
 
 def compare(args, runtime):
     model = build_model(args)
-    groups = recipe.param_groups(model)
+    groups = recipe.param_groups(model, recipe.REFERENCE_BATCH, recipe.REFERENCE_STEPS)
     params = {"muon": [], "adamw": []}
     for group in groups:
         params[group["kind"]] += group["params"]
@@ -206,7 +206,7 @@ def rank_main(rank, args, runtime, folder, result):
         keep_freed_memory()
     torch.set_num_threads(max(1, cores() // args.world))
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=args.world)
-    groups = recipe.param_groups(build_model(args, seed=rank))
+    groups = recipe.param_groups(build_model(args, seed=rank), recipe.REFERENCE_BATCH, recipe.REFERENCE_STEPS)
     optimizer = DistMuonAdamW(groups, ns_dtype=runtime.compute_dtype, compile=True)
     times = []
     for _ in range(1 + args.rounds):

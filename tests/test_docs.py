@@ -4,6 +4,7 @@ import re
 
 import torch
 
+from nanomuon import recipe
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import MuonAdamW
 from nanomuon.orthogonalize import orthogonalize
@@ -18,7 +19,8 @@ def group_of_muon(code):
     """The group of matrices that the page's code builds."""
     names = {}
     exec(code, names)
-    groups = names["param_groups"](GPT(GPTConfig.from_depth(1, vocab_size=64, seq_len=16)))
+    model = GPT(GPTConfig.from_depth(1, vocab_size=64, seq_len=16))
+    groups = names["param_groups"](model, recipe.REFERENCE_BATCH, recipe.REFERENCE_STEPS)
     return next(dict(group, names=["w"]) for group in groups if group["kind"] == "muon")
 
 

@@ -35,7 +35,7 @@ def held(group, config, layout):
         mesh = parallel.device_mesh("cpu", layout.ranks // layout.tensor_parallel, layout.tensor_parallel)
     runtime = Runtime(torch.device("cpu"), torch.float32, 0, layout.ranks)
     model = build_model(config, runtime, 0, mesh, layout.fsdp)
-    optimizer = DistMuonAdamW(recipe.param_groups(model), group)
+    optimizer = DistMuonAdamW(recipe.param_groups(model, batch=4096, steps=300), group)
     tokens = torch.zeros(ROWS, config.seq_len, dtype=torch.int64)
     model(tokens, tokens).backward()
     optimizer.step()

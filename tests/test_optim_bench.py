@@ -33,7 +33,7 @@ def test_the_floor_has_the_products_of_a_step(monkeypatch):
     monkeypatch.setitem(optim.BATCH_BYTES, "cpu", 2 * model.blocks[0].mlp.up.weight.nbytes)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
-    optimizer = MuonAdamW(recipe.param_groups(model), compile=False)
+    optimizer = MuonAdamW(recipe.param_groups(model, batch=4096, steps=300), compile=False)
     assert flops(optim_bench.products(optimizer, "cpu")) == flops(optimizer.step) > 0
 
 
@@ -48,7 +48,7 @@ def test_the_table_of_a_step(tmp_path, monkeypatch):
     assert {"floor", "MuonAdamW compiled", "MuonAdamW eager", f"{peer}:build"} <= table.keys()
     moved = {"muon": 20, "adamw": 28}  # bytes per parameter
     model = GPT(GPTConfig.from_depth(1, vocab_size=8192, seq_len=128))
-    groups = recipe.param_groups(model)
+    groups = recipe.param_groups(model, batch=4096, steps=300)
     expected = sum(moved[group["kind"]] * p.numel() for group in groups for p in group["params"])
     assert table["floor"]["median"] == pytest.approx(1e3 * expected, rel=1e-4)
     names = " ".join(str(event.get("name")) for event in json.loads(trace.read_text())["traceEvents"])

@@ -40,7 +40,9 @@ def by_first_name(groups):
 def test_keywords_are_the_flags_and_reach_their_groups():
     """At width 128 the rates of AdamW are sqrt(6) times those at 768."""
     rates = dict(matrix_lr=0.125, embedding_lr=0.25, unembedding_lr=0.5, scalar_lr=2.0, weight_decay=0.75)
-    found = by_first_name(recipe.param_groups(model(), **rates))
+    found = by_first_name(
+        recipe.param_groups(model(), recipe.REFERENCE_BATCH, recipe.REFERENCE_STEPS, **rates)
+    )
     assert found["wte.weight"] == (pytest.approx(0.25 * 6**0.5), 0)
     assert found["lm_head.weight"] == (pytest.approx(0.5 * 6**0.5), 0)
     assert (0.125, 0.75) in found.values() and (2.0, 0) in found.values()
@@ -51,7 +53,7 @@ def test_keywords_are_the_flags_and_reach_their_groups():
         with refused("must be from 0 to"):
             base_train.make_parser().parse_args([f"--{name.replace('_', '-')}", f"{each.largest * 2}"])
     with pytest.raises(TypeError, match="the recipe has no matrix_rl; it has matrix_lr, "):
-        recipe.param_groups(model(), matrix_rl=1)
+        recipe.param_groups(model(), 4096, 300, matrix_rl=1)
 
 
 def test_embedding_and_head_move_at_their_rates_by_the_tiny_gradients_of_large_batches():

@@ -64,7 +64,7 @@ def test_a_step_at_depth_24_launches_no_more_than_it_did(
     monkeypatch.delenv("NANOMUON_COMPILE", raising=False)
     launches = Launches()
     with torch.device("meta"):
-        groups = recipe.param_groups(GPT(GPTConfig.from_depth(24, 32768, 2048)))
+        groups = recipe.param_groups(GPT(GPTConfig.from_depth(24, 32768, 2048)), batch=2**20, steps=5000)
     world = optim.World()
     object.__setattr__(world, "size", ranks)
     optimizer = optim.MuonAdamW(groups, compile=True, world=world)
