@@ -185,6 +185,8 @@ def write_report(
         f"# {name}",
         f"{about}. Machine: {machine_description()}.",
         "## Results\n\n" + markdown_table([("", "value"), *figures]),
+        "`val_bpb`: bits per byte on the whole validation set. `train_loss`: nats per token, the mean of the "
+        "last 20 steps. `seconds`: of all training steps, without evaluations.",
         "![Training loss and validation bits per byte over tokens](loss.png)",
     ]
     if core is not None:

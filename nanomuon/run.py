@@ -273,8 +273,8 @@ class Run:
         documents = sum(entry.documents for entry in manifest.val)
         if documents < ENOUGH:
             print0(
-                f"warning: only {documents} validation documents: their bits per byte say little; add text, "
-                "or divide it into more documents"
+                f"warning: only {documents} validation documents, {shards.count_tokens(manifest.val):,} "
+                "tokens: their bits per byte say little; add text, or divide it into more documents"
             )
         if passes > MOST_PASSES:
             print0("warning: a text this small is memorized after two or three passes: train fewer steps")
@@ -384,7 +384,8 @@ class Run:
         config = plan.config
         about = (
             f"Depth {config.depth}, context {config.seq_len}, vocabulary {config.vocab_size}, "
-            f"{plan.batch} tokens per step, {self.runtime.dtype_name}; texts: {self.args.corpus}"
+            f"{plan.batch} tokens per step, {self.runtime.dtype_name}; texts: {self.args.corpus}, "
+            f"{shards.count_tokens(self.loader.manifest.train):,} training tokens"
         )
         report.write_report(self.folder, about, summary, samples, core_results)
         write_json(self.folder / "summary.json", summary)  # last: it marks the run as complete

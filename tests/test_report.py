@@ -78,4 +78,4 @@ def test_a_run_whose_metrics_were_deleted_has_a_report_without_them(tmp_path):
     summary = report.summarize(rows, 1.2, 22, 5632, Runtime(torch.device("cpu"), torch.bfloat16))
     report.write_report(tmp_path, "Depth 4", summary, [])
     text = (tmp_path / "report.md").read_text()
-    assert "| val_bpb        | 1.2 " in text and "seconds" not in text
+    assert "| val_bpb        | 1.2 " in text and "| seconds" not in text
