@@ -154,7 +154,8 @@ def sample_texts(
 ) -> list[str]:
     """Each prompt with its continuation. `how`: keywords of `continue_samples`.
 
-    The i-th text is drawn with seed + i, so that equal prompts get different continuations.
+    The i-th text is drawn with seed + i, so that equal prompts get different continuations. Of a model in
+    pieces, all ranks must call this with the same arguments.
     """
     samples = [Sample(tokenizer, prompt, seed + i) for i, prompt in enumerate(prompts)]
     for _ in continue_samples(model, samples, max_tokens, **how):

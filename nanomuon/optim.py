@@ -93,7 +93,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 # infinity is NaN, so torch.where keeps the old parameter. `hyper` has a group's hyperparameters as 0-D
 # tensors, so a new value triggers no recompilation; options (nesterov, cautious) are Python values, and each
 # combination of options, shape and dtype is compiled once. All arithmetic except Newton-Schulz is in the
-# dtype of the state. Muon's kernels take it from `ok`, which has it too, as there may be no momentum buffer.
+# dtype of the state, which Muon's kernels read from `ok.dtype`, as there may be no momentum buffer.
 
 compile_kernels = contextvars.ContextVar("compile_kernels", default=False)  # each step sets it
 
@@ -515,7 +515,7 @@ class WorkItem:
     """Parameters of one group that are updated together. An item has `params`, `group`, `places` {parameter:
     {name of its state: Place}}, the `dtype` of its state, and these phases:
 
-      collect(ok, hyper)             start sending the gradients; returns a Transfer
+      collect(ok, hyper)             start sending the gradients (a Pipeline: U); returns a Transfer
       compute(received, ok, hyper)   update the state, and the parameters that this rank works on
       send()                         start sending these parameters; returns a Transfer
       deliver(received)              write the parameters that other ranks worked on
@@ -771,12 +771,13 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
 
     Rates, momenta, betas, eps and decays may change at any time, if they change identically on all ranks.
     Once the optimizer has planned (at the first step, or when state is loaded or requested by name),
-    parameters and other options may not change, nor may a momentum or beta2 become None or stop being None.
+    parameters, ns_steps and the options in MUON_OPTIONS may not change, nor may a momentum or beta2 become
+    None or stop being None.
 
     ns_dtype: the dtype of Newton-Schulz. None: on GPUs bfloat16, or float16 in the Gram form; on CPUs
-    float32. torch.bfloat16: as None on GPUs, bfloat16 on CPUs. There, bfloat16 is about twice as fast as
-    float32 on CPUs that multiply it, and several times slower on others. All other arithmetic is float32, or
-    float64 for float64 parameters.
+    float32. torch.bfloat16: as None on GPUs, bfloat16 on CPUs: about twice as fast as float32 if the CPU has
+    instructions for bfloat16, several times slower otherwise. All other arithmetic is float32, or float64 for
+    float64 parameters.
 
     compile: whether to compile the kernels: True, False, or "auto" (on GPUs only). The environment variable
     NANOMUON_COMPILE overrides it. world: the ranks that share the work (DistMuonAdamW).

@@ -101,20 +101,20 @@ def sharding_of(param, group, comm_dtype, ns_dtype):
             continue
         if batch and placement.dim == 0:
             continue  # every rank has some of the experts, whole
-        cut_dim, world = placement.dim + 1 - batch, World(mesh.get_group(axis), comm_dtype)
-        possible = cut_dim == 1 or param.ndim < 4  # a convolution is a matrix (out, rest)
+        batch_dim, world = placement.dim + 1 - batch, World(mesh.get_group(axis), comm_dtype)
+        possible = batch_dim == 1 or param.ndim < 4  # a convolution is a matrix (out, rest)
         if is_tensor_parallel(mesh, axis):
             # FSDP2's dimension comes first in the mesh: `dim` is set by now. If FSDP2 was applied first, too,
             # both are plain Shards; after tensor parallelism it makes a _StridedShard, which is not a Shard
-            if dim == cut_dim and sum(isinstance(each, Shard) for each in param.placements) > 1:
+            if dim == batch_dim and sum(isinstance(each, Shard) for each in param.placements) > 1:
                 raise ValueError(
                     "sharded by data parallelism before tensor parallelism: call parallelize_module before "
                     "fully_shard"
                 )
-            tp = optim_tp.Cut(world, cut_dim, shape[cut_dim - 1])
+            tp = optim_tp.Cut(world, batch_dim, shape[batch_dim - 1])
         else:
             possible = possible and not batch and data_parallel is None
-            data_parallel, dim = world, cut_dim
+            data_parallel, dim = world, batch_dim
         if not possible:
             raise ValueError(
                 f"sharded as {param.placements} over {mesh}: Muon does not support this. If this is tensor "
@@ -305,7 +305,9 @@ class Pipeline(WorkItem):
         return ok.to(self.dtype).view(-1, 1, 1).split([len(chunk.params) for chunk in self.chunks])
 
     def collect(self, ok, hyper):
-        """A Transfer of the Transfer of chunk 0: `compute` waits for it after it has started chunk 1."""
+        """A Transfer without handles around that of chunk 0, so that `step` does not wait for it yet:
+        `compute` does, after it has started chunk 1.
+        """
         return Transfer([self.chunks[0].send_U(self.ok_of_chunks(ok)[0], hyper)])
 
     def compute(self, first, ok, hyper):

@@ -117,9 +117,12 @@ def make_plan(args: argparse.Namespace, runtime: Runtime, settings: Settings | N
     micro_batch = rows * one_row_each
     batch = args.total_batch_size or total_batch_size(tokens, micro_batch)
     if batch % micro_batch:
+        advice = "change one of them"
+        if settings:  # the others define the run
+            advice = f"start so many processes that they divide its {batch // config.seq_len} rows per step"
         raise InputError(
             f"--total-batch-size {batch} is not a multiple of {micro_batch} (--device-batch-size {rows} x "
-            f"--max-seq-len {config.seq_len} x {data_parallel} processes): change one of them"
+            f"--max-seq-len {config.seq_len} x {data_parallel} processes): {advice}"
         )
     return Plan(
         config,
@@ -234,14 +237,17 @@ def choose_compilation(device: torch.device, tokens: float = math.inf) -> bool:
 def print_plan(plan: Plan, runtime: Runtime) -> None:
     """Print how large the run is, and roughly how much memory it takes."""
     config, flops = plan.config, plan.flops_per_token
+    shared = ", FSDP2" if plan.layout.fsdp else ""
+    if plan.layout.tensor_parallel > 1:
+        shared += f", tensor parallel {plan.layout.tensor_parallel}"
     print0(
         f"model      depth {config.depth}, width {config.width}, {config.heads} heads, "
         f"context {config.seq_len}, vocabulary {config.vocab_size}, {plan.parameters / 1e6:.1f}M parameters\n"
         f"attention  {kernels_in_use()}, window pattern {config.window_pattern}\n"
         f"training   {plan.steps} steps x {plan.batch} tokens = {plan.tokens:,} tokens, "
         f"{flops / 1e6:.0f} MFLOP per token, {plan.tokens * flops:.3g} FLOPs in total\n"
-        f"devices    {runtime.world_size} x {runtime.device.type}, {plan.rows} rows x {plan.micro_steps} "
-        f"micro-steps per step\n"
+        f"devices    {runtime.world_size} x {runtime.device.type}{shared}, {plan.rows} rows x "
+        f"{plan.micro_steps} micro-steps per step\n"
         f"dtype      {runtime.dtype_name} (weights float32)\n"
         f"memory     about {plan.memory / 2**30:.2f} GiB per device, without PyTorch itself"
     )

@@ -225,13 +225,13 @@ def run_file(file) -> dict:
     return vars(module)
 
 
-def make_optimizer(build, model, batch, steps, world_size=1, **settings):
+def make_optimizer(build, model, batch, steps, world_size=1, **keywords):
     """MuonAdamW, for one process or many, from the groups that build(model) returns; or the optimizer that it
     returns.
 
     A builder with a parameter `batch` gets the tokens per step, one with `steps` the steps of the run, and
-    one with `**keywords` both. settings: keywords of the constructor. InputError if it returns neither, or
-    something invalid.
+    one with `**keywords` both. keywords: of the constructor. InputError if it returns neither, or something
+    invalid.
     """
     of_run = {"batch": batch, "steps": steps}
     accepted = keywords_of(build, of_run)
@@ -245,7 +245,7 @@ def make_optimizer(build, model, batch, steps, world_size=1, **settings):
     if built is None:
         raise InputError("no optimizer was built: the function returned None, not groups or an optimizer")
     try:
-        return (DistMuonAdamW if world_size > 1 else MuonAdamW)(built, **settings)
+        return (DistMuonAdamW if world_size > 1 else MuonAdamW)(built, **keywords)
     except (ValueError, TypeError) as error:
         raise InputError(f"no optimizer was built: {error}") from error
 

@@ -77,17 +77,17 @@ class MetricsLog:
     """Appends rows to metrics.jsonl, one JSON object per line. A logged row survives if the process dies.
 
     folder: the run's. resume_step: None empties the file; otherwise the file keeps the steps up to this one,
-    and the evaluations before it, because a resumed run repeats those at this step. is_lengthened: whether
-    the run goes on beyond resume_step. An evaluation on the whole set at that step is then from when it was
-    the last one; it will not be repeated, so it is kept. wandb: what start_wandb returns, or None.
+    and the evaluations before it, because a resumed run repeats those at this step. goes_on: whether there
+    are steps after resume_step. An evaluation on the whole set at resume_step is then from when that was the
+    last step; it will not be repeated, so it is kept. wandb: what start_wandb returns, or None.
     """
 
-    def __init__(self, folder: Path, resume_step: int | None = None, wandb=None, is_lengthened=False):
+    def __init__(self, folder: Path, resume_step: int | None = None, wandb=None, goes_on=False):
         path, kept = folder / "metrics.jsonl", []
         if resume_step is not None:
             for row in read_rows(path):
                 is_repeated = "train_loss" not in row
-                if is_lengthened and row.get("whole_set"):
+                if goes_on and row.get("whole_set"):
                     is_repeated = False
                 last = resume_step - 1 if is_repeated else resume_step
                 if row["step"] <= last:

@@ -1,17 +1,18 @@
 """A training run: start, resume, save, evaluate, finish.
 
-scripts/base_train.py takes it through these phases. On the way it joins the process group (runtime.start) and
-locks the run's folder:
+scripts/base_train.py takes it through these phases:
 
     phase    where                       what happens
     flags    settings.parse_with_record  those that are not given take the values in settings.json
+    ranks    runtime.start               device and process group; all ranks must have equal flags
     size     plan.make_plan              model, batch, steps, micro-batch
+    lock     base_train.main             on rank 0: no other launch may use the run's folder
     data     Run._open_data              tokenizer and shards of the corpus (shards.py), unless they exist
     model    Run._build                  model (parallel.py), optimizer and schedule (recipe.py)
     restore  Run._restore                weights, optimizer and position of a checkpoint, if there is one
     rows     Run.__init__                a TrainLoader that begins at this position
-    record   Run._write_folder           on rank 0: settings.json, config.json, tokenizer (--resume never
-                                         deletes everything in the folder first)
+    record   Run._write_folder           on rank 0: settings.json, config.json, tokenizer; with
+                                         --resume never it first empties the folder
     log      Run.__init__                metrics.jsonl; removes later checkpoints; compiles the model
     loop     base_train.train            evaluate, step, log, save
     end      Run.finish                  the whole validation set, export, samples, report, summary.json
@@ -88,7 +89,8 @@ class Run:
         stops_waiting=lambda: False,
     ):
         """Start or resume the run. settings: those that it has recorded, None for a new run. wandb: the first
-        rank's run at Weights & Biases, if there is one. stops_waiting: see TrainLoader.
+        rank's run at Weights & Biases, if there is one. stops_waiting: whether the user has asked to stop,
+        for the loader, which may wait for data.
         """
         self.args, self.plan, self.runtime = args, plan, runtime
         self.folder = folder_of(args.run)
@@ -133,8 +135,8 @@ class Run:
             wandb_id = wandb.id if wandb else settings and settings.wandb_id
             self._write_folder(wandb_id)
             resume_step = self.step if found else None
-            is_lengthened = self.step < self.plan.steps
-            self.metrics = report.MetricsLog(self.folder, resume_step, wandb, is_lengthened)
+            goes_on = self.step < self.plan.steps
+            self.metrics = report.MetricsLog(self.folder, resume_step, wandb, goes_on)
         # Remove those after the step that it resumes from, and what killed processes have left
         checkpoint.remove(self.folder, self.step, args.keep_last)
         self._announce(settings)
@@ -189,14 +191,14 @@ class Run:
         self.step = self.skipped = 0
         if found is None:
             return None
-        position = checkpoint.load(found, self.model, self.optimizer)
-        if lacking := {"step", "skipped_steps", "epoch", "window", "row"} - position.keys():
+        meta = checkpoint.load(found, self.model, self.optimizer)
+        if lacking := {"step", "skipped_steps", "epoch", "window", "row"} - meta.keys():
             raise InputError(
                 f"{found}/manifest.json: meta has no {', '.join(lacking)}: use another checkpoint"
             )
-        if not all(0 <= number < 1 << 63 for number in position.values()):
+        if not all(0 <= number < 1 << 63 for number in meta.values()):
             raise InputError(f"{found}/manifest.json: meta has impossible numbers: use another checkpoint")
-        self.step, self.skipped = position.pop("step"), position.pop("skipped_steps")
+        self.step, self.skipped = meta["step"], meta["skipped_steps"]
         if isinstance(self.optimizer, MuonAdamW):
             self.optimizer.skipped_steps.fill_(self.skipped)
         if self.step > self.plan.steps:  # its rates have not fallen: it would end as a half-trained model
@@ -206,7 +208,7 @@ class Run:
                 "--resume never"
             )
         print0(f"resuming run {self.args.run} at step {self.step} of {self.plan.steps}")
-        return position
+        return meta
 
     def _write_folder(self, wandb_id):
         folder = self.folder.resolve()  # it may be a link, which rmtree does not follow
@@ -509,8 +511,8 @@ def build_optimizer(args, model, plan, runtime, compiles) -> tuple[torch.optim.O
             f"{', '.join(given)}: {args.optimizer_file} replaces what this sets, so leave the flag out and "
             "set it in the file (a run that has recorded the flag starts over with --resume never)"
         )
-    settings = {"ns_dtype": runtime.compute_dtype, "compile": compiles}
+    keywords = {"ns_dtype": runtime.compute_dtype, "compile": compiles}
     if runtime.world_size > 1 and args.comm_dtype != "auto":
-        settings["comm_dtype"] = getattr(torch, args.comm_dtype)
-    optimizer = recipe.make_optimizer(build, model, plan.batch, plan.steps, runtime.world_size, **settings)
+        keywords["comm_dtype"] = getattr(torch, args.comm_dtype)
+    optimizer = recipe.make_optimizer(build, model, plan.batch, plan.steps, runtime.world_size, **keywords)
     return optimizer, schedule

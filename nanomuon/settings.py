@@ -154,7 +154,10 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
     of_launch("--shard", str, "none", "fsdp: shard parameters, gradients and state", choices=["none", "fsdp"])
     share = "processes that share the matrices of each block; must divide the numbers of heads and processes"
     of_launch("--tensor-parallel", count, 1, share)
-    sent = "dtype in which gradients, and with --shard fsdp momentum and updates, are sent; auto is float32"
+    sent = (
+        "dtype in which the optimizer sends gradients, and with --shard fsdp the matrices to orthogonalize "
+        "and their directions; auto is float32"
+    )
     defines("--comm-dtype", str, "auto", sent, choices=["auto", "float32", "bfloat16"])
 
     parser.section("evaluation and checkpoints")

@@ -7,8 +7,9 @@
         --total-batch-size 4096 --num-iterations 300                           # your own text
     python -m scripts.base_train --optimizer-file my_optim.py   # your own optimizer: build_optimizer(model)
 
-The -- keeps torchrun from taking --run as its own --run-path. Width and heads follow from --depth, and so do
-batch and length unless you set them: depth 4 trains on 44M tokens, which takes hours on a CPU. A run is the
+Without the --, torchrun takes --run for an abbreviation of a flag of its own, and fails. Width and heads
+follow from --depth, and so do batch and length unless you set them: depth 4 trains on 44M tokens, which takes
+hours on a CPU. The corpus does not: larger models need more text than the default. A run is the
 folder runs/NAME under NANOMUON_BASE_DIR; the same command resumes it from its last checkpoint. After its
 first step, SIGTERM, SIGHUP and Ctrl-C make it finish the current step, save and end, with exit code 75 (ranks
 exit with 0, because torchrun takes any other code for a failure); the file runs/NAME/stopped remains until
@@ -207,7 +208,8 @@ def evaluate_what_is_due(run: Run) -> None:
     if core_is_due:
         run.evaluate_core(args.core_items or CORE_ITEMS)
     if isinstance(run.model, FSDPModule):
-        run.model.reshard()  # FSDP2 still has whole parameters, and train() may change the shards
+        # FSDP2 still has whole parameters, and the optimizer's train() may change the shards
+        run.model.reshard()
     recipe.switch(run.optimizer, "train")
 
 
