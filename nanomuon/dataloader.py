@@ -71,7 +71,7 @@ def pack_rows(pieces, capacity, cut):
     return rows
 
 
-def fill(rows, tokens, capacity, bos_id) -> np.ndarray:
+def fill_rows(rows, tokens, capacity, bos_id) -> np.ndarray:
     """The tokens (rows, capacity) of the rows from pack_rows, with <|bos|> in empty places."""
     filled = np.full((len(rows), capacity), bos_id, tokens.dtype)
     for segments, row in zip(rows, filled, strict=True):
@@ -169,7 +169,7 @@ class TrainLoader:
         rng.shuffle(pieces)
         rows = pack_rows(pieces, self.seq_len + 1, cut=True)
         rng.shuffle(rows)
-        self._rows = fill(rows, tokens, self.seq_len + 1, self.manifest.vocab_size - 1)
+        self._rows = fill_rows(rows, tokens, self.seq_len + 1, self.manifest.vocab_size - 1)
 
 
 def validation_rows(folder, seq_len) -> np.ndarray:
@@ -180,7 +180,7 @@ def validation_rows(folder, seq_len) -> np.ndarray:
     tokens, starts = read_shards(folder, manifest, "val")
     pieces = cut_documents(starts, len(tokens), seq_len)
     rows = pack_rows(pieces, seq_len + 1, cut=False)
-    return fill(rows, tokens, seq_len + 1, manifest.vocab_size - 1)
+    return fill_rows(rows, tokens, seq_len + 1, manifest.vocab_size - 1)
 
 
 def validation_batches(

@@ -319,7 +319,7 @@ class World:
             return World, (None, self.comm_dtype)
         return World.default, (self.comm_dtype,)
 
-    def together(self, work):
+    def raise_together(self, work):
         """The result of work(). If it raises on some rank, all ranks raise the first error."""
         if self.process_group is None:
             return work()
@@ -459,7 +459,7 @@ class Rule:
 
     function: Callable
     options: dict
-    shape: tuple  # (m, n) of whole matrices; under tensor parallelism U and X are shards of them
+    whole_shape: tuple  # (m, n) of whole matrices; under tensor parallelism U and X are shards of them
     buffers: dict  # {name: shape of one matrix's state}
     scale: object  # the factor on the update, or one per row, (m, 1)
     cost: int  # of Newton-Schulz on one matrix, to balance the owners
@@ -647,7 +647,7 @@ class Matrices:
         """Slices of the owned matrices, each of at most BATCH_BYTES or of one matrix."""
         count = self.owned.stop - self.owned.start
         batch_bytes = BATCH_BYTES.get(self.device.type, BATCH_BYTES["cuda"])
-        most = max(1, batch_bytes // (4 * math.prod(self.rule.shape)))
+        most = max(1, batch_bytes // (4 * math.prod(self.rule.whole_shape)))
         return [slice(lo, min(lo + most, count)) for lo in range(0, count, most)]
 
 
@@ -794,7 +794,7 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         self.compile, self.ns_dtype, self.world = compile, ns_dtype, world or World()
         self.reset_plan()
         self.skipped_steps = None  # tells add_param_group that the constructor is calling it
-        self.world.together(lambda: super(MuonAdamW, self).__init__(param_groups, {}))
+        self.world.raise_together(lambda: super(MuonAdamW, self).__init__(param_groups, {}))
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
         self.check_and_broadcast(self.param_groups)
         # OneCycleLR and CyclicLR cycle group["momentum"] if the defaults have one; without, they raise errors
@@ -826,7 +826,7 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
     def add_param_group(self, group):
         if self.skipped_steps is None:  # the constructor, which checks all groups together
             return super().add_param_group(check_group(group, self.param_groups))
-        group = self.world.together(lambda: check_group(group, self.param_groups))
+        group = self.world.raise_together(lambda: check_group(group, self.param_groups))
         self.check_and_broadcast([group])
         super().add_param_group(group)
         if group.get("momentum", 0) is None:

@@ -79,12 +79,12 @@ def is_tensor_parallel(mesh, axis):
 class Sharding:
     """How a Muon parameter is sharded, and the rule for its matrices.
 
-    held: (m, n) of the rule's input: the whole matrix, or a tensor-parallel rank's shard of it.
+    input_shape: (m, n) of the rule's input: the whole matrix, or a tensor-parallel rank's shard of it.
     data_parallel: FSDP2's World, or None; dim: what FSDP2 shards, 1 for rows, 2 for columns. blocks: how many
     blocks tensor parallelism orthogonalizes separately; 1 unless its mode is blockwise.
     """
 
-    held: tuple
+    input_shape: tuple
     rule: Rule
     data_parallel: World | None = None
     dim: int = 0  # 0: nothing
@@ -124,12 +124,12 @@ def sharding_of(param, group, comm_dtype, ns_dtype):
         return Sharding(shape, rule_of(group, m, n, ns_dtype), data_parallel, dim)
     mode = optim_tp.choose_mode(group, shape, tp.dim, tp.world)
     lo, hi = tp.world.span(tp.length, tp.world.rank)
-    held = (hi - lo, n) if tp.dim == 1 else (m, hi - lo)
+    input_shape = (hi - lo, n) if tp.dim == 1 else (m, hi - lo)
     if mode == "blockwise":  # each block is a matrix of its own
-        rule = rule_of(group, *held, ns_dtype)
-        return Sharding(held, rule, data_parallel, dim, blocks=tp.world.size)
+        rule = rule_of(group, *input_shape, ns_dtype)
+        return Sharding(input_shape, rule, data_parallel, dim, blocks=tp.world.size)
     make_rule = optim_tp.duplicated if mode == "duplicated" else optim_tp.distributed
-    return Sharding(held, make_rule(rule_of(group, m, n, ns_dtype), tp), data_parallel, dim)
+    return Sharding(input_shape, make_rule(rule_of(group, m, n, ns_dtype), tp), data_parallel, dim)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def plan_sharded(optimizer, group, params):
             banks.append(BankOfShards(params_together, group, sharding))
             continue
         most = CHUNK_BYTES.get(params_together[0].device.type, CHUNK_BYTES["cuda"])
-        on_each_owner = max(1, most // (4 * math.prod(sharding.rule.shape)))
+        on_each_owner = max(1, most // (4 * math.prod(sharding.rule.whole_shape)))
         size = sharding.data_parallel.size * on_each_owner
         chunks += [(params_together[lo : lo + size], sharding) for lo in range(0, len(params_together), size)]
     # The most expensive matrices get their owners first, and are first in the pipeline
@@ -221,7 +221,7 @@ class Chunk(OfShards, Matrices):
     def __init__(self, params, group, sharding, owners):
         self.sharding, self.dim = sharding, sharding.dim
         super().__init__(params, group, sharding.rule, owners, sharding.data_parallel, len(params))
-        m, n = sharding.held
+        m, n = sharding.input_shape
         all_lines, self.line_length = (m, n) if self.dim == 1 else (n, m)
         ranks = range(self.world.size)
         spans = [self.world.span(all_lines, rank) for rank in ranks]

@@ -24,7 +24,7 @@ from nanomuon.optim_groups import (
 )
 
 GONE = {"row_equilibrate", "renormalize"}  # options of earlier versions, off by default
-OPTIONS = {"kind", "ns_steps", *MUON_OPTIONS, *GONE}  # what a loaded group may not change
+FIXED_KEYS = {"kind", "ns_steps", *MUON_OPTIONS, *GONE}  # what a loaded group may not change
 
 
 def local(tensor):
@@ -218,7 +218,7 @@ class SavedByName:
         state of parameters that no group has. strict=False: missing state is left unchanged; returns its
         [(name, key)].
         """
-        to_load = self.world.together(lambda: self.what_to_load(state_dict, hyperparameters, strict))
+        to_load = self.world.raise_together(lambda: self.what_to_load(state_dict, hyperparameters, strict))
         if strict and to_load.unknown:
             warnings.warn(
                 f"state of {len(to_load.unknown)} parameters, such as {min(to_load.unknown)}, is not loaded, "
@@ -296,7 +296,7 @@ def saved_value(key, value):
         return value.clone()
     if isinstance(value, list):
         return list(value)
-    return option_name(value) if key in OPTIONS else value
+    return option_name(value) if key in FIXED_KEYS else value
 
 
 def check_form(saved, ours):
@@ -413,7 +413,7 @@ def restored_numbers(i, group, saved):
         if theirs != fixed_options(group):
             raise ValueError(f"param group {i} was saved with {theirs}, not {fixed_options(group)}: {keep}")
         for key, value in source.items():
-            if key not in OPTIONS and key not in ("params", "names"):
+            if key not in FIXED_KEYS and key not in ("params", "names"):
                 earlier = restored.setdefault(key, value)
                 if earlier is not value and as_numbers(earlier) != as_numbers(value):
                     raise ValueError(f"param group {i} would get {key}={earlier!r} and {value!r}: {keep}")

@@ -68,7 +68,7 @@ def build_model(
     if mesh:
         parallelize(model, mesh, fsdp)
     model.to_empty(device=runtime.device)
-    model.init_weights(seed, fill)  # one whole parameter at a time
+    model.init_weights(seed, fill_shard)  # one whole parameter at a time
     return model
 
 
@@ -124,7 +124,7 @@ def cut_heads_and_channels(gpt: GPT, mesh: DeviceMesh) -> None:
     parallelize_module(gpt, mesh, styles | {"blocks.*.attn": reads_one})
 
 
-def fill(param: torch.Tensor, whole: torch.Tensor) -> None:
+def fill_shard(param: torch.Tensor, whole: torch.Tensor) -> None:
     """Copy a tensor that every rank has into a parameter, or this rank's shard of it into a cut parameter."""
     if isinstance(param, DTensor):  # without communication
         whole = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.optim_groups import REQUIRED, build_param_groups, check_number, check_values, option_name
-from nanomuon.optim_state import OPTIONS
+from nanomuon.optim_state import FIXED_KEYS
 from nanomuon.runtime import InputError
 
 # nanochat trains depth 12 on about this many tokens, with this batch size. Rates and decay are specified for
@@ -49,7 +49,7 @@ SCHEDULE = {
 }
 
 
-def values_of(declared, given):
+def with_defaults(declared, given):
     """{name: value} of the declared hyperparameters, with defaults. TypeError for an undeclared name."""
     if unknown := given.keys() - declared.keys():
         raise TypeError(f"the recipe has no {', '.join(unknown)}; it has {', '.join(declared)}")
@@ -65,7 +65,7 @@ def param_groups(model, batch, steps, **rates):
     average gradients over fewer steps: momentum and beta1 are 0.95 and 0.8 at 2,289 steps, 0.90 and 0.62 at
     300. rates: see RATES. docs/recipe.md has the measurements.
     """
-    rates = values_of(RATES, rates)
+    rates = with_defaults(RATES, rates)
     batch_scale, width_scale = matrix_lr_scale(batch), adamw_lr_scale(model.config.width)
     lr_scale, decay_scale = horizon_lr_scale(steps), horizon_decay_scale(steps)
     return build_param_groups(
@@ -131,7 +131,7 @@ def schedule(group, step, steps, **ratios):
     """{hyperparameter: value} of a group at `step` (from 0) of `steps`: its lr, by lr_multiplier, and the
     weight decay of matrices, which falls to 0. group: as it was built; ratios: see SCHEDULE.
     """
-    values, ratios = {}, values_of(SCHEDULE, ratios)
+    values, ratios = {}, with_defaults(SCHEDULE, ratios)
     if "lr" in group:
         values["lr"] = group["lr"] * lr_multiplier(
             step, steps, ratios["warmup_ratio"], ratios["warmdown_ratio"]
@@ -289,7 +289,7 @@ def values_at(schedule, group, step, steps):
         )
     fixed = {"kind", "params", "names"}
     if "kind" in group:  # of MuonAdamW
-        fixed |= OPTIONS
+        fixed |= FIXED_KEYS
     if changed := values.keys() & fixed:
         raise InputError(
             f"schedule(group, step, steps) returned {', '.join(changed)}, which never change: set them in "
@@ -304,11 +304,11 @@ def values_at(schedule, group, step, steps):
         raise InputError(f"schedule(group, step, steps) at step {step} of {steps}: {error}") from error
     if "kind" in group:
         # Without these, a value returned at some steps only would last until the run is resumed
-        values = {key: group[key] for key in REQUIRED[group["kind"]] - OPTIONS} | values
+        values = {key: group[key] for key in REQUIRED[group["kind"]] - FIXED_KEYS} | values
     return values
 
 
-def course(schedule, groups, steps):
+def values_at_every_step(schedule, groups, steps):
     """Yield the values of the groups, as they were built, at every step of a run. Errors as values_at."""
     for step in range(steps):
         yield [values_at(schedule, group, step, steps) for group in groups]
@@ -320,7 +320,7 @@ def untrained(model, optimizer):
     return [name for name, param in model.named_parameters() if param not in held]
 
 
-def switch(optimizer, mode):
+def switch_weights(optimizer, mode):
     """Call optimizer.train() or optimizer.eval() if it has them, as Schedule-Free optimizers do: eval() swaps
     in the weights to evaluate, train() those to train.
     """

@@ -7,7 +7,7 @@ scripts/base_train.py takes it through these phases:
     ranks    runtime.start               device and process group; all ranks must have equal flags
     size     plan.make_plan              model, batch, steps, micro-batch
     lock     base_train.main             on rank 0: no other launch may use the run's folder
-    data     Run._open_data              tokenizer and shards of the corpus (shards.py), unless they exist
+    data     Run._prepare_data           tokenizer and shards of the corpus (shards.py), unless they exist
     model    Run._build                  model (parallel.py), optimizer and schedule (recipe.py)
     restore  Run._restore                weights, optimizer and position of a checkpoint, if there is one
     rows     Run.__init__                a TrainLoader that begins at this position
@@ -52,7 +52,7 @@ from nanomuon.runtime import (
     remove_unfinished,
     write_json,
 )
-from nanomuon.settings import Settings, flag_of, recorded, refuse_changes, refuse_other_ranks, sha256_of
+from nanomuon.settings import Settings, flag_of, recorded, refuse_changes, require_same_on_ranks, sha256_of
 from nanomuon.tokenizer import Tokenizer
 from nanomuon.trained import model_sources, warn_of_changed_sources
 
@@ -97,8 +97,8 @@ class Run:
         self.core_tasks = open_core_tasks(args)
         if settings:
             warn_of_changed_sources(args.run, settings.trained_with)
-        self.trained_on = first_rank_first(lambda: self._open_data(settings))
-        refuse_other_ranks(  # the last two may follow from a rank's GPU
+        self.trained_on = first_rank_first(lambda: self._prepare_data(settings))
+        require_same_on_ranks(  # the last two may follow from a rank's GPU
             {
                 "--corpus": self.trained_on["shards"],
                 "--device-batch-size": plan.rows,
@@ -145,7 +145,7 @@ class Run:
             self.forward = parallel.compile_model(self.model, self.mesh)
             print0("compiling: the first step takes a minute or two (--no-compile starts at once)")
 
-    def _open_data(self, settings):
+    def _prepare_data(self, settings):
         """Set data, validation, tokenizer, text_field. Returns `trained_on`; InputError if the tokenizer has
         changed.
         """
@@ -174,13 +174,13 @@ class Run:
         if args.qk_clip:
             watch_(self.model, args.qk_clip)
         self.optimizer, self.schedule = build_optimizer(args, self.model, plan, runtime, compiles)
-        recipe.switch(self.optimizer, "train")
+        recipe.switch_weights(self.optimizer, "train")
         if frozen := recipe.untrained(self.model, self.optimizer):
             names = ", ".join(frozen[:8])
             print0(f"warning: {len(frozen)} parameters are in no group and are not trained: {names}, ...")
         self.initial_groups = [dict(group) for group in self.optimizer.param_groups]
         if args.optimizer_file:  # check all steps now: an error at a late one would cost those before it
-            for _ in recipe.course(self.schedule, self.initial_groups, plan.steps):
+            for _ in recipe.values_at_every_step(self.schedule, self.initial_groups, plan.steps):
                 pass
         self.group_lines = recipe.describe(self.initial_groups, self.schedule, plan.steps)
         if not args.optimizer_file:  # a file may scale by its own rules
@@ -361,7 +361,7 @@ class Run:
         model has diverged.
         """
         args = self.args
-        recipe.switch(self.optimizer, "eval")
+        recipe.switch_weights(self.optimizer, "eval")
         val_bpb = self.evaluate(None)
         if not math.isfinite(val_bpb):
             return self.diverged(f"run {args.run} has diverged: its validation loss is not finite")
@@ -445,7 +445,7 @@ def refuse_other_texts(args: argparse.Namespace, trained_on: dict) -> None:
         )
 
 
-def is_complete(folder: Path, steps: int) -> bool:
+def report_if_complete(folder: Path, steps: int) -> bool:
     """Whether a run of this many steps is complete. If so, prints its summary."""
     file = folder / "summary.json"
     done = -1

@@ -290,7 +290,7 @@ def first_rank_first(work):
     return first if rank() == 0 else work()
 
 
-def check_base_dir() -> None:
+def require_shared_base_dir() -> None:
     """InputError on every rank if one does not see the first rank's base folder."""
 
     def mark():  # with a new name: a node may have a copy of whatever is in the folder

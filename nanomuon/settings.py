@@ -28,7 +28,7 @@ from nanomuon.runtime import InputError, check_name, folder_of, read_json, toget
 
 # A flag's scope: it defines the run; it may change when the run resumes; it sets the length, which may change
 # too (a new one replaces the recorded one); or it concerns only this launch, and is not recorded
-DEFINES, MAY_CHANGE, LENGTH, OF_LAUNCH = "defines", "may change", "length", "of launch"
+DEFINES, MAY_CHANGE, LENGTH, NOT_RECORDED = "defines", "may change", "length", "not recorded"
 AGAIN = "give the same values again, choose another --run, or start over: --resume never"
 # Flags of older runs, and their defaults
 REMOVED_FLAGS = {"experts": 0, "experts_per_token": 2, "fp8": False}
@@ -90,17 +90,17 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
     defines = functools.partial(parser.add, DEFINES)
     may_change = functools.partial(parser.add, MAY_CHANGE)
     length = functools.partial(parser.add, LENGTH)
-    of_launch = functools.partial(parser.add, OF_LAUNCH)
+    not_recorded = functools.partial(parser.add, NOT_RECORDED)
     rows = number(int, 1, 1 << 20)
 
     parser.section("launch")
-    of_launch("--run", str, "base", "name of the run, a folder under runs/")
+    not_recorded("--run", str, "base", "name of the run, a folder under runs/")
     resume = (
         "auto: the newest checkpoint; step_N: that one (deletes later ones); never: delete run and start over"
     )
-    of_launch("--resume", checkpoint_name, "auto", resume)
-    of_launch("--plan", bool, False, "print the run's size, memory and time, and exit")
-    of_launch("--wandb", bool, False, "also log to Weights & Biases (WANDB_MODE=offline works)")
+    not_recorded("--resume", checkpoint_name, "auto", resume)
+    not_recorded("--plan", bool, False, "print the run's size, memory and time, and exit")
+    not_recorded("--wandb", bool, False, "also log to Weights & Biases (WANDB_MODE=offline works)")
 
     add_data_flags(parser)
 
@@ -123,7 +123,7 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
         "tokens per step (default: follows from --target-flops or --target-param-data-ratio, not from "
         "--num-iterations; on a CPU 4096 is enough)",
     )
-    of_launch(
+    not_recorded(
         "--device-batch-size",
         rows,
         None,
@@ -142,7 +142,7 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
     defines("--qk-clip", amount, None, "with --no-qk-norm: limit on a head's attention logits, such as 100")
     # Its code runs only if a launch names it
     file = "file with build_optimizer(model), param_groups(model) or schedule; give it again to resume"
-    of_launch("--optimizer-file", python_file, None, file)
+    not_recorded("--optimizer-file", python_file, None, file)
 
     parser.section("computation")
     add_dtype_argument(parser.place)
@@ -151,9 +151,11 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
     may_change("--no-compile", bool, False, "run eagerly (default: compile; on a CPU only long runs)")
 
     parser.section("several processes")
-    of_launch("--shard", str, "none", "fsdp: shard parameters, gradients and state", choices=["none", "fsdp"])
+    not_recorded(
+        "--shard", str, "none", "fsdp: shard parameters, gradients and state", choices=["none", "fsdp"]
+    )
     share = "processes that share the matrices of each block; must divide the numbers of heads and processes"
-    of_launch("--tensor-parallel", count, 1, share)
+    not_recorded("--tensor-parallel", count, 1, share)
     sent = (
         "dtype in which the optimizer sends gradients, and with --shard fsdp the matrices to orthogonalize "
         "and their directions; auto is float32"
@@ -240,7 +242,7 @@ def parse_with_record(
         return args, None
 
     settings = read_json(file, Settings, "restore it, or start over: --resume never")
-    options = parser.without(settings.options, OF_LAUNCH)
+    options = parser.without(settings.options, NOT_RECORDED)
     if any(getattr(args, name) is not None for name, scope in parser.scopes.items() if scope == LENGTH):
         options = parser.without(options, LENGTH)
     earlier_words = as_words(file, options, vars(args))
@@ -262,12 +264,12 @@ def parse_with_record(
 
 def recorded(args: argparse.Namespace) -> dict:
     """The options of settings.json."""
-    return make_parser().without(vars(args), OF_LAUNCH)
+    return make_parser().without(vars(args), NOT_RECORDED)
 
 
 def defining(parser: RunParser, args: argparse.Namespace) -> dict:
     """{"--flag": value} of the flags that define a run."""
-    values = parser.without(vars(args), OF_LAUNCH, MAY_CHANGE, LENGTH)
+    values = parser.without(vars(args), NOT_RECORDED, MAY_CHANGE, LENGTH)
     return {flag_of(name): value for name, value in values.items()}
 
 
@@ -300,7 +302,7 @@ def refuse_changes(what: str, before: dict, now: dict, advice: str = AGAIN) -> N
         raise InputError(f"{what} {'; '.join(changes)}: {advice}")
 
 
-def refuse_other_ranks(values: dict) -> None:
+def require_same_on_ranks(values: dict) -> None:
     """InputError on every rank, with the differences, if a rank's values differ from the first one's."""
     first, *others = together(lambda: values)
     advice = "give all ranks the flags and files of rank 0"
@@ -308,12 +310,12 @@ def refuse_other_ranks(values: dict) -> None:
         refuse_changes(f"rank {rank} was started with", other, first, advice)
 
 
-def refuse_other_flags(args: argparse.Namespace) -> None:
+def require_same_flags(args: argparse.Namespace) -> None:
     """InputError on every rank if one was started with other flags than the first one."""
     # A file may be elsewhere on another node: its name counts, and the text of an optimizer file. A Run
     # compares the texts of the corpus, once it has opened it
     flags = {flag_of(name): os.path.basename(str(value)) for name, value in vars(args).items()}
-    refuse_other_ranks(flags | {"--optimizer-file": sha256_of(args.optimizer_file)})
+    require_same_on_ranks(flags | {"--optimizer-file": sha256_of(args.optimizer_file)})
 
 
 def sha256_of(optimizer_file: str | None) -> str | None:

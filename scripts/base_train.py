@@ -41,19 +41,19 @@ from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.plan import make_plan, peak_flops, print_plan, print_time, warn_if_too_large
 from nanomuon.qk_clip import clip_
 from nanomuon.report import start_wandb
-from nanomuon.run import Run, is_complete, refuse_other_texts
+from nanomuon.run import Run, refuse_other_texts, report_if_complete
 from nanomuon.runtime import (
     InputError,
-    check_base_dir,
     folder_of,
     locked,
     make_deterministic,
     on_first_rank,
     print0,
+    require_shared_base_dir,
     start,
     together,
 )
-from nanomuon.settings import RunParser, Settings, make_parser, parse_with_record, refuse_other_flags
+from nanomuon.settings import RunParser, Settings, make_parser, parse_with_record, require_same_flags
 
 CORE_ITEMS = 500  # per CORE task, in evaluations during training
 MAX_BAD_STEPS = 10  # the run ends after this many steps in a row with a loss or gradient that is not finite
@@ -66,8 +66,9 @@ def main(argv: list[str] | None = None) -> int:
         make_deterministic()
     runtime = start(args.dtype)
     if runtime.world_size > 1:
-        check_base_dir()  # first: a rank that does not see the run's folder has other flags for that reason
-        refuse_other_flags(args)
+        # First: a rank that does not see the run's folder has other flags for that reason
+        require_shared_base_dir()
+        require_same_flags(args)
     # Before the plan, whose default windows depend on it. The first rank chooses, all activate its choice
     flash_attention = on_first_rank(lambda: use_flash_attention(runtime.device, runtime.compute_dtype))
     if flash_attention is not None:
@@ -84,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
             print0(f"run        {folder} exists, its newest checkpoint is of step {done}")
         return 0
     signals = StopSignals(folder)
-    if args.resume == "auto" and is_complete(folder, plan.steps):
+    if args.resume == "auto" and report_if_complete(folder, plan.steps):
         return 0
     # One launch at a time: two would overwrite each other's checkpoints. The first rank holds the lock
     with locked(folder, wait=False) if runtime.rank == 0 else contextlib.nullcontext():
@@ -202,7 +203,7 @@ def evaluate_what_is_due(run: Run) -> None:
     core_is_due = run.core_tasks and is_due(args.core_every, run.step)
     if not (loss_is_due or core_is_due):
         return
-    recipe.switch(run.optimizer, "eval")
+    recipe.switch_weights(run.optimizer, "eval")
     if loss_is_due:
         run.evaluate(args.eval_tokens)
     if core_is_due:
@@ -210,7 +211,7 @@ def evaluate_what_is_due(run: Run) -> None:
     if isinstance(run.model, FSDPModule):
         # FSDP2 still has whole parameters, and the optimizer's train() may change the shards
         run.model.reshard()
-    recipe.switch(run.optimizer, "train")
+    recipe.switch_weights(run.optimizer, "train")
 
 
 def is_due(every: int, step: int) -> bool:

@@ -17,7 +17,7 @@ from nanomuon.command import STOPPED
 from nanomuon.corpus import open_corpus
 from nanomuon.run import Run
 from nanomuon.runtime import read_json, write_json
-from nanomuon.settings import LENGTH, MAY_CHANGE, OF_LAUNCH, parse_with_record
+from nanomuon.settings import LENGTH, MAY_CHANGE, NOT_RECORDED, parse_with_record
 from scripts import base_train, data_prep, sample
 from tests.mistakes import refused
 from tests.training import (
@@ -589,7 +589,7 @@ def test_only_these_flags_are_not_part_of_what_defines_a_run():
     scopes, found = base_train.make_parser().scopes, {}
     for name, scope in scopes.items():
         found.setdefault(scope, set()).add(name)
-    assert found[OF_LAUNCH] == set(
+    assert found[NOT_RECORDED] == set(
         "run resume plan wandb optimizer_file shard tensor_parallel device_batch_size".split()
     )
     assert found[LENGTH] == {"num_iterations", "target_flops", "target_param_data_ratio"}

@@ -139,7 +139,7 @@ class Contender:
         model = self.initial_model(setup, "cpu", seed=0)  # a file may compute with the weights
         optimizer, groups = self.prepare(model, setup)
         try:
-            course = list(recipe.course(self.schedule, groups, setup["steps"]))
+            values = list(recipe.values_at_every_step(self.schedule, groups, setup["steps"]))
         except InputError as error:
             raise InputError(f"contender {self.name}: {error}") from error
         if left_out := recipe.untrained(model, optimizer):
@@ -147,7 +147,7 @@ class Contender:
         described = []
         for group in groups:
             described.append({key: value for key, value in group.items() if key != "params"})
-        return digest(self.version(), described, course)
+        return digest(self.version(), described, values)
 
     def dials(self):
         """{keyword: (low, high)} that a sweep searches: a factor on all rates, the weight decay, one more.
@@ -225,7 +225,7 @@ def keywords(function, given, declared):
     without batch and steps, which the race sets. `**keywords` stands for the recipe's hyperparameters
     `declared`.
     """
-    found = recipe.keywords_of(function, recipe.values_of(declared, {}))
+    found = recipe.keywords_of(function, recipe.with_defaults(declared, {}))
     for name in (*list(inspect.signature(function).parameters)[:given], "batch", "steps"):
         found.pop(name, None)
     return found

@@ -22,7 +22,7 @@ from nanomuon import report as run_report
 from nanomuon.attention import use_flash_attention
 from nanomuon.parallel import compile_model
 from nanomuon.plan import choose_compilation
-from nanomuon.recipe import switch
+from nanomuon.recipe import switch_weights
 from nanomuon.run import bits_per_byte
 from nanomuon.runtime import InputError, read_json, start, write_json
 from nanomuon.settings import refuse_changes
@@ -61,9 +61,9 @@ def train(setup, place, text, version, seed, folder):
     step_ms, optimizer_ms, saved_at = [], [], time.monotonic()
 
     def loss(batches):
-        switch(optimizer, "eval")  # swaps in the weights to evaluate
+        switch_weights(optimizer, "eval")  # swaps in the weights to evaluate
         value = bits_per_byte(forward, batches, token_bytes)
-        switch(optimizer, "train")
+        switch_weights(optimizer, "train")
         if setup["unit"].startswith("nats"):
             value *= math.log(2)
         return round(value, DIGITS) if math.isfinite(value) else None
