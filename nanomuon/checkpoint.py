@@ -263,7 +263,8 @@ def load(path, model, optimizer) -> dict[str, int]:
 def load_model(path, model) -> int:
     """Load only the model, whatever the optimizer was; return how many steps it was trained for."""
     manifest = on_first_rank(lambda: _manifest_to_load(path))
-    _read(path, _model_tensors(model))
+    tensors, _ = _flat_state(model, {"state": {}})
+    _read(path, tensors)
     return manifest.step
 
 
@@ -343,23 +344,17 @@ def _load_state(optimizer, state):
                 held[slot] = value.to(held[slot].device)
 
 
-def _model_tensors(model):
-    """A model's tensors by their names in a checkpoint; a tensor with two names appears under the first."""
-    tensors, seen = {}, set()
+def _flat_state(model, optimizer_state):
+    """(tensors, values) of this rank.
+
+    tensors: {name in the checkpoint: tensor} of model and optimizer; one with two names in the model appears
+    under the first. values: the numbers and strings in the optimizer's state, {parameter: {name: value}}.
+    """
+    tensors, values, seen = {}, {}, set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             tensors[f"model.{name}"] = tensor
             seen.add(id(tensor))
-    return tensors
-
-
-def _flat_state(model, optimizer_state):
-    """(tensors, values) of this rank.
-
-    tensors: {name: tensor} of model and optimizer; values: the numbers and strings in the optimizer's state,
-    {parameter: {name: value}}.
-    """
-    tensors, values = _model_tensors(model), {}
     for name, slots in optimizer_state["state"].items():
         values[str(name)] = {}
         for slot, value in slots.items():
