@@ -267,7 +267,8 @@ def hyper_of(group):
 @dataclass
 class Transfer:
     """A collective in flight. `wait()` returns `received`. Until it has, keep the Transfer, and with it
-    `sent`; `step` and `Pipeline` drop it right after, which frees `sent`.
+    `sent`; `step` and `Pipeline` drop it right after, which frees `sent`. With NCCL, it is the GPU's stream
+    that waits: the host goes on.
     """
 
     received: object  # a tensor, or a list of tensors

@@ -54,7 +54,9 @@ class Settings:
 
 
 class RunParser(ArgumentParser):
-    """Flags of a run, in sections. scopes: {argument: DEFINES, ...}; a flag without one defines the run."""
+    """Flags of a run, in sections. scopes: {argument: DEFINES, ...}; --dtype, which scripts share, has none
+    and counts as DEFINES.
+    """
 
     def __init__(self, prog: str, description: str):
         super().__init__(prog, description)
