@@ -246,8 +246,8 @@ def print_plan(plan: Plan, runtime: Runtime) -> None:
         f"attention  {kernels_in_use()}, window pattern {config.window_pattern}\n"
         f"training   {plan.steps} steps x {plan.batch} tokens = {plan.tokens:,} tokens, "
         f"{flops / 1e6:.0f} MFLOP per token, {plan.tokens * flops:.3g} FLOPs in total\n"
-        f"devices    {runtime.world_size} x {runtime.device.type}{shared}, {plan.rows} rows x "
-        f"{plan.micro_steps} micro-steps per step\n"
+        f"devices    {runtime.world_size} x {runtime.device.type}{shared}, "
+        f"{plan.rows} rows x {plan.micro_steps} micro-steps per step\n"
         f"dtype      {runtime.dtype_name} (weights float32)\n"
         f"memory     about {plan.memory / 2**30:.2f} GiB per device, without PyTorch itself"
     )

@@ -257,6 +257,12 @@ class Run:
             print0("warning: the recipe has changed since the last launch, whose param groups were:")
             print0("\n".join(settings.groups))
         print_plan(self.plan, self.runtime)
+        ranks, layout = self.runtime.world_size, asdict(self.plan.layout)
+        if ranks > 1 and settings and settings.layout and settings.layout | {"ranks": ranks} != layout:
+            print0(
+                f"warning: the last launch divided the model otherwise, {settings.layout}; --shard and "
+                "--tensor-parallel are not recorded, so give them again"
+            )
         every = self.args.save_every
         when = f"every {every} steps" if every > 0 else "at the end"
         print0(f"run        {self.folder}, checkpoint {when}")

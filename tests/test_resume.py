@@ -90,12 +90,14 @@ def test_one_process_becomes_two_and_two_become_three(base):
     rates = "--matrix-lr 0.002 --embedding-lr 0.03 --unembedding-lr 0.0004 --scalar-lr 0.001".split()
     options = ("--dtype", "float32", *rates, *QUIET)
     for run, processes, until in (("as-one", 1, 30), ("grown", 1, 10), ("grown", 2, 20), ("grown", 3, 30)):
-        ranks = Ranks(base, run, 30, *options, processes=processes, small=small)
+        shard = "fsdp" if processes == 3 else "none"
+        ranks = Ranks(base, run, 30, *options, "--shard", shard, processes=processes, small=small)
         if until < 30:
             wait_until(lambda until=until: len(losses(base, "grown")) >= until, ranks.alive)
             ranks.kill(signal.SIGINT)  # as Ctrl-C does to all of them
         assert ranks.join() == [STOPPED if until == 10 else 0] * processes, ranks.output()
         assert f"{ {1: 2, 2: 1, 3: 2}[processes] } rows x" in ranks.output()  # of 6, chosen in each world
+        assert ("divided the model otherwise" in ranks.output()) == (shard == "fsdp")
     assert losses(base, "grown") == pytest.approx(losses(base, "as-one"), abs=5e-5)
 
 
