@@ -76,10 +76,13 @@ def start_wandb(name: str, run_id: str | None, config: dict):
 class MetricsLog:
     """Appends rows to metrics.jsonl, one JSON object per line. A logged row survives if the process dies.
 
-    folder: the run's. resume_step: None empties the file; otherwise the file keeps the steps up to this one,
-    and the evaluations before it, because a resumed run repeats those at this step. goes_on: whether there
-    are steps after resume_step. An evaluation on the whole set at resume_step is then from when that was the
-    last step; it will not be repeated, so it is kept. wandb: what start_wandb returns, or None.
+    folder: the run's. resume_step: None empties the file; otherwise it keeps the rows of
+
+        training steps            up to resume_step
+        evaluations               before it: a resumed run begins by repeating those that are due at this step
+        ... on the whole set      up to it, if goes_on: it was the last step then, and now it is not
+
+    goes_on: whether there are steps after resume_step. wandb: what start_wandb returns, or None.
     """
 
     def __init__(self, folder: Path, resume_step: int | None = None, wandb=None, goes_on=False):
