@@ -81,7 +81,10 @@ fi
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 case $CORPUS in
     hf:*) # from the hub: prepared during training, which waits if necessary
-        mkdir -p "${run_dir%/*}"
+        if ! mkdir -p "${run_dir%/*}" || ! : >"$run_dir.data_prep.log"; then
+            echo "error: set NANOMUON_BASE_DIR to a folder that you can write to" >&2
+            exit 2
+        fi
         echo "data: $CORPUS, progress in $run_dir.data_prep.log" || true
         nice -n 10 "$PYTHON" -m scripts.data_prep -- "${FLAGS[@]}" >"$run_dir.data_prep.log" 2>&1 &
         data_prep=$!

@@ -66,9 +66,13 @@ def number(kind: type, low: float, high: float):
 
 
 def output_file(text: str) -> str:
-    """The type of a flag that names a file to write. Checked at once, because it is written last."""
-    if os.path.isdir(text) or not os.path.isdir(os.path.dirname(os.path.abspath(text))):
-        raise argparse.ArgumentTypeError(f"{text} is a folder, or its folder does not exist")
+    """The type of a flag that names a file to write. Checked at once, because it is written last. Not a
+    device or a pipe: write_whole() would put a file in its place.
+    """
+    place = os.path.abspath(text)
+    is_taken = os.path.exists(place) and not os.path.isfile(place)
+    if is_taken or not os.access(os.path.dirname(place), os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file, or nothing can be written to its folder")
     return text
 
 

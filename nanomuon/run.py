@@ -56,6 +56,7 @@ from nanomuon.settings import Settings, flag_of, recorded, refuse_changes, requi
 from nanomuon.tokenizer import Tokenizer
 from nanomuon.trained import model_sources, warn_of_changed_sources
 
+REPAIR = "delete it, and the run writes it again"  # advice for a damaged summary.json
 MOST_PASSES = 3  # over the text; after that the validation loss rises again (docs/data.md)
 PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for i in range("]}
 
@@ -456,7 +457,7 @@ def report_if_complete(folder: Path, steps: int) -> bool:
     file = folder / "summary.json"
     done = -1
     if file.exists():
-        done = read_json(file, Summary, "delete it, and the run writes it again").steps
+        done = read_json(file, Summary, REPAIR).steps
     if done < steps:
         return False
     print0(

@@ -59,7 +59,9 @@ def one_line(what: str, advice: str = ""):
 
 def check_name(flag: str, name: str) -> None:
     """InputError for a name that leads out of its parent folder, is hidden or empty, or is not printable."""
-    fits = name and len(name.encode()) <= 200  # with what is added to it, names of files have at most 255
+    # With what is added to it, names of files have at most 255 bytes. "replace": a name that is not UTF-8 is
+    # not printable, but cannot be encoded
+    fits = name and len(name.encode(errors="replace")) <= 200
     if not fits or not name.isprintable() or set(name) & set("/\\") or name.startswith("."):
         raise InputError(
             f"{flag} {name!r} is not a folder name: use up to 200 bytes, no slash, no dot at the beginning"

@@ -203,6 +203,12 @@ def bundle_place(text: str) -> str | None:
 
 def corpus_name(text: str) -> str:
     """The name of a corpus, with an absolute path if it names local files."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # settings.json could not record it
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not UTF-8: rename it, or set LC_ALL=C.UTF-8"
+        ) from error
     place = text.removeprefix("path:")
     return f"path:{absolute(place)}" if text.startswith("path:") and place else text
 

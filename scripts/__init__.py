@@ -13,6 +13,7 @@ def begin() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed: else the next file that is opened would take its place
             setattr(sys, name, open(os.devnull, "w"))
+        getattr(sys, name).reconfigure(errors="backslashreplace")  # the terminal may lack a character
     # Even if SIGINT is ignored, as in bash's background jobs, such as the training of speedrun.sh
     signal.signal(signal.SIGINT, _end)
     if not importlib.util.find_spec("torch"):

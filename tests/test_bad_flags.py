@@ -68,6 +68,8 @@ REFUSED = [  # script, flags, message
         "argument --prompt: not allowed with argument --interactive",
     ),
     ("base_train", "--run ../x", "--run '../x' is not a folder name"),
+    ("base_train", "--run a\udcff", "--run 'a\\udcff' is not a folder name"),
+    ("base_train", "--corpus path:a\udcff", "argument --corpus: 'path:a\\udcff' is not UTF-8: rename it"),
     ("base_train", f"--run {'x' * 201}", f"--run '{'x' * 201}' is not a folder name"),
     ("base_train", "--plan --corpus foo", "unknown corpus 'foo'"),
     ("base_train", "--plan --corpus path:/nope", "corpus path:/nope: no such file"),
@@ -77,9 +79,11 @@ REFUSED = [  # script, flags, message
     (
         "optim_bench",
         "--profile nowhere/x",
-        "argument --profile: nowhere/x is a folder, or its folder does not exist",
+        "argument --profile: 'nowhere/x' is not a file, or nothing can be",
     ),
-    ("train_bench", "--json .", "argument --json: . is a folder, or its folder does not exist"),
+    ("train_bench", "--json .", "argument --json: '.' is not a file, or nothing can be"),
+    ("train_bench", "--json ''", "argument --json: '' is not a file, or nothing can be"),
+    ("train_bench", "--json /dev/null", "argument --json: '/dev/null' is not a file, or nothing can be"),
     ("optim_bench", "--peer mine.py", "--peer mine.py must be FILE:FUNCTION"),
     ("optim_race", "--contenders default --seeds 0", "argument --seeds: must be from 1 to"),
     (

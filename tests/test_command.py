@@ -74,6 +74,11 @@ def test_a_command_may_have_no_standard_output_or_errors(depth, code, monkeypatc
     assert caught.value.code == code
 
 
+def test_a_character_that_the_terminal_lacks_is_escaped():
+    code = "import scripts; scripts.begin(); print('é')"
+    assert call("python", "-c", code, PYTHONIOENCODING="ascii").stdout == "\\xe9\n"
+
+
 def test_python_without_pytorch_is_told_what_to_do():
     result = call("python", "-S", "-m", "scripts.sample")
     assert result.returncode == 2 and result.stderr.startswith("error: this Python has no PyTorch")

@@ -598,7 +598,8 @@ def test_the_table_says_what_the_runs_say():
     "content, said",
     [
         ("", "has no complete line: remove it"),
-        ("{}\n", "line 1 .*remove that line"),
+        ("{}\n", "line 1, the setup of the race, .*choose another --name"),
+        ('\n{"setup": {}}\n', "line 1, the setup of the race, .*choose another --name"),
         ('{"setup": {}}\n[1]\n', "line 2 .*remove that line"),
         ('{"setup": {}}\n{"contender": "a", "seed": "1"}\n', "line 2 .*seed: .*remove"),
     ],

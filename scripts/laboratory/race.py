@@ -24,7 +24,7 @@ from nanomuon.parallel import compile_model
 from nanomuon.plan import choose_compilation
 from nanomuon.recipe import switch_weights
 from nanomuon.run import bits_per_byte
-from nanomuon.runtime import InputError, read_json, start, write_json
+from nanomuon.runtime import InputError, parse_json, read_json, start, write_json
 from nanomuon.settings import refuse_changes
 from scripts.base_train import set_hyperparameters, training_step
 from scripts.laboratory.contenders import Contender
@@ -146,8 +146,14 @@ def read_results(file):
     if not lines:
         raise InputError(f"{file} has no complete line: remove it")
     first, _, others = lines.partition(b"\n")
-    (header,) = run_report.parse_lines(file, first, Header)
-    return header["setup"], run_report.parse_lines(file, others, Result, first=2)
+    try:
+        header = parse_json(first, Header)
+    except ValueError as error:
+        raise InputError(
+            f"{file} line 1, the setup of the race, cannot be read ({error}): restore it, or choose another "
+            "--name"
+        ) from error
+    return header.setup, run_report.parse_lines(file, others, Result, first=2)
 
 
 def identity(run):
@@ -239,7 +245,8 @@ class Race:
         in this library must not reach other runs.
         """
         context = multiprocessing.get_context("spawn")
-        pending, free, running = list(pending), list(range(self.jobs)), {}
+        pending, running = list(pending), {}
+        free = list(range(min(self.jobs, len(pending))))
         try:
             while pending or running:
                 while pending and free:
