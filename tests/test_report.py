@@ -6,6 +6,7 @@ import torch
 from nanomuon import report
 from nanomuon.runtime import Runtime
 from tests.mistakes import refused
+from tests.training import little_space
 
 RUNTIME = Runtime(torch.device("cpu"), torch.bfloat16)
 
@@ -21,10 +22,8 @@ def test_a_line_that_is_not_a_row_is_named(tmp_path, line):
 
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
     log = report.MetricsLog(tmp_path)
-    log.file = open("/dev/full", "ab")
-    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
-        log.log({"step": 1})
-    log.file.raw.close()
+    with little_space(9), pytest.raises(OSError, match="File too large: '.*/metrics.jsonl'"):
+        log.log({"step": 1000})
 
 
 def test_the_report_says_what_happened(tmp_path):
