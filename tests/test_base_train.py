@@ -111,14 +111,6 @@ def test_a_users_optimizer_sees_averaged_gradients_and_resumes_sharded(base):
     assert losses(base, "adamw")[-1] < losses(base, "adamw")[0] - 0.5
 
 
-def test_a_muon_of_one_process_trains_the_same_on_two(base):
-    """The loop averages the gradients for it."""
-    file = optimizer_file(base, "muon", "return __import__('nanomuon').MuonAdamW.for_model(model, lr=0.01)")
-    for run, count in (("alone", 1), ("together", 2)):
-        train_on(count, base, run, 6, *file, *QUIET)
-    assert losses(base, "together") == pytest.approx(losses(base, "alone"), abs=1e-4)
-
-
 def test_ranks_that_do_not_share_a_base_folder_are_refused(base, whole_run, tmp_path):
     """Even if a rank has a copy of the run."""
     copy = shutil.copytree(base, tmp_path / "base")

@@ -30,7 +30,7 @@ REPLICATED, FSDP, TP, BOTH = (4, 1, False), (4, 1, True), (2, 2, False), (2, 2, 
 MATRICES = dict(
     lr=0.02, momentum=0.9, ns_steps=5, beta2=0.95, weight_decay=0.1, weight_decay_form="decoupled"
 )
-TAU = 0.1
+TAU = 0.1  # of QK-clip
 pytestmark = pytest.mark.usefixtures("environment")  # eager, as in the worlds
 
 
@@ -122,6 +122,18 @@ def test_a_tied_head_stays_tied():
     for layout in (FSDP, TP):
         for found in run_world(4, trained_tied, layout):
             assert_close(found, expected)
+
+
+def trained_by_a_muon_of_one_process(group):
+    with mock.patch(f"{__name__}.DistMuonAdamW", MuonAdamW):
+        return Trained(REPLICATED).train(range(3)).weights()
+
+
+def test_a_muon_of_one_process_trains_the_same_on_four():
+    """The step averages the gradients for it, as for every optimizer but DistMuonAdamW."""
+    expected = Trained().train(range(3)).weights()
+    for found in run_world(4, trained_by_a_muon_of_one_process):
+        assert_close(found, expected)
 
 
 LAYOUTS = {  # run: processes, flags
