@@ -274,7 +274,7 @@ def results_of_a_rank(group, folder, layout):
     # So that every weight has an effect, which is the same on any number of ranks
     for parameter in model.parameters():
         whole = torch.arange(parameter.numel(), dtype=torch.float32).sin().view(parameter.shape) / 8
-        parallel.fill(parameter.data, whole)
+        parallel.fill_shard(parameter.data, whole)
     tasks = core.open_bundle(folder)
     return core.evaluate(model, BYTES, tasks, None, 500, rank, ranks)
 

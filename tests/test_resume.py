@@ -17,7 +17,7 @@ from nanomuon import checkpoint, dataloader, recipe, runtime, shards
 from nanomuon.command import STOPPED
 from nanomuon.corpus import open_corpus
 from nanomuon.runtime import read_json, write_json
-from nanomuon.settings import LENGTH, MAY_CHANGE, OF_LAUNCH
+from nanomuon.settings import LENGTH, MAY_CHANGE, NOT_RECORDED
 from scripts import base_train, data_prep, sample
 from tests.mistakes import refused
 from tests.training import (
@@ -554,7 +554,7 @@ def test_an_optimizer_file_runs_only_when_it_is_named(base, tmp_path, capsys):
 def test_only_these_flags_are_not_part_of_what_defines_a_run():
     changing = "corpus skip_unreadable no_compile eval_every eval_tokens save_every keep_last core_bundle"
     for scope, names in (
-        (OF_LAUNCH, "run resume plan wandb optimizer_file shard tensor_parallel device_batch_size"),
+        (NOT_RECORDED, "run resume plan wandb optimizer_file shard tensor_parallel device_batch_size"),
         (LENGTH, "num_iterations target_flops target_param_data_ratio"),
         (MAY_CHANGE, f"{changing} core_every core_items"),
     ):
