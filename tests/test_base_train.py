@@ -21,7 +21,6 @@ from tests.texts import TOKENIZER, random_texts
 from tests.texts import write_corpus as write_texts
 from tests.training import (
     QUIET,
-    SMALL,
     STILL,
     Ranks,
     arguments,
@@ -45,16 +44,15 @@ def whole_run(base):
 def test_a_finished_run_has_everything(whole_run):
     training, evaluation = read_metrics(whole_run / "metrics.jsonl")
     assert [(row["step"], row["tokens"]) for row in training] == [(i, 256 * i) for i in range(1, 41)]
-    assert set(training[0]) >= {"train_loss", "lr_multiplier", "step_ms", "tokens_per_second"}
+    assert training[0].keys() >= {"train_loss", "lr_multiplier", "step_ms", "tokens_per_second"}
     assert [row["step"] for row in evaluation] == [10, 20, 30, 40]
     assert evaluation[-1]["val_bpb"] < 0.8 * evaluation[0]["val_bpb"]
     summary = read_json(whole_run / "summary.json")
     assert summary["val_bpb"] == round(evaluation[-1]["val_bpb"], 4) and summary["tokens"] == 40 * 256
     figures = "train_loss steps seconds tokens_per_second optimizer_ms peak_memory_mb parameters"
-    assert set(summary) >= set(figures.split())
     names = "report.md loss.png model.safetensors config.json tokenizer.json README.md"
     names += " modeling_nanomuon.py gpt.py attention.py head_loss.py qk_clip.py kv_cache.py"
-    assert set(names.split()) <= set(os.listdir(whole_run))
+    assert summary.keys() >= {*figures.split()} and {*names.split()} <= {*os.listdir(whole_run)}
     settings = read_json(whole_run / "settings.json")
     head = call("git", "describe", "--always", "--dirty").stdout.strip()  # "" outside a checkout
     assert settings["trained_with"].get("commit", "") == head
@@ -81,13 +79,12 @@ def test_deterministic_takes_effect_before_the_start(base, monkeypatch):
         "TORCHINDUCTOR_DETERMINISTIC": "1",
     }
     for name in asked:
-        monkeypatch.setenv(name, "")
+        monkeypatch.setenv(name, "")  # so that it is gone after the test
         monkeypatch.delenv(name)
     start, found = base_train.start, {}
     monkeypatch.setattr(base_train, "start", lambda dtype: found.update(os.environ) or start(dtype))
-    options = ("--window-pattern", "SL", "--deterministic")
     try:
-        train(base, "deterministic", 4, *QUIET, *options)
+        train(base, "deterministic", 4, *QUIET, "--window-pattern", "SL", "--deterministic")
         assert torch.are_deterministic_algorithms_enabled() and asked.items() <= found.items()
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
@@ -112,60 +109,45 @@ ROW_NORMS = """
 def test_a_users_optimizer_sees_averaged_gradients_and_resumes_sharded(base):
     """Under FSDP2 parameters are DTensors; the state of this optimizer has another shape."""
     file = optimizer_file(base, "adamw", ROW_NORMS)
-    for run, processes, steps in (("adamw", 1, 20), ("moved", 2, 10), ("moved", 2, 14), ("moved", 1, 20)):
+    for run, processes, steps in (("adamw", 1, 12), ("moved", 2, 4), ("moved", 2, 8), ("moved", 1, 12)):
         options = (*file, "--eval-every", "-1", "--warmdown-ratio", "0", "--shard", "fsdp")
         train_on(processes, base, run, steps, *options)
     assert losses(base, "moved") == pytest.approx(losses(base, "adamw"), abs=1e-4)
     assert losses(base, "adamw")[-1] < losses(base, "adamw")[0] - 0.5
 
 
-def test_a_muon_of_one_process_trains_the_same_on_two(base):
-    """The loop averages the gradients for it."""
-    file = optimizer_file(base, "muon", "return __import__('nanomuon').MuonAdamW.for_model(model, lr=0.01)")
-    for run, count in (("alone", 1), ("together", 2)):
-        train_on(count, base, run, 6, *file, *QUIET)
-    assert losses(base, "together") == pytest.approx(losses(base, "alone"), abs=1e-4)
-
-
-def test_ranks_that_do_not_share_a_base_folder_are_refused(base, tmp_path):
+def test_ranks_that_do_not_share_a_base_folder_are_refused(base, whole_run, tmp_path):
     """Even if a rank has a copy of the run."""
-    train_on(1, base, "apart", 2, *QUIET)
-    (base / "runs" / "apart" / "summary.json").unlink()
     copy = shutil.copytree(base, tmp_path / "base")
+    ranks = Ranks(base, "whole", 50, *QUIET, processes=2, base_of_last=copy)
+    assert ranks.join(60) == [2, 2]
     line = (
         f"error: rank 1 does not see {base} of rank 0: set NANOMUON_BASE_DIR to a folder that all nodes share"
     )
-    for folder in (copy, tmp_path / "none"):
-        ranks = Ranks(base, "apart", 4, *QUIET, processes=2, base_of_last=folder)
-        assert ranks.join(60) == [2, 2]
-        assert re.findall("error: .*", ranks.output()) == [line] * 2 and len(losses(base, "apart")) == 2
-    assert not list(base.glob(".shared-*"))
+    assert re.findall("error: .*", ranks.output()) == [line] * 2
+    assert len(losses(base, "whole")) == 40 and not list(base.glob(".shared-*"))
 
 
 def test_a_rank_with_other_flags_or_files_is_refused(base, tmp_path):
     """The same files at another place are fine."""
-    body = "return torch.optim.SGD(model.parameters(), lr=0.1)"
-    mine = optimizer_file(base, "sgd", body)
-    same = optimizer_file(tmp_path, "same", body)
+    rule = "return torch.optim.SGD(model.parameters(), lr=0.1)"
+    mine, same = optimizer_file(base, "sgd", rule), optimizer_file(tmp_path, "same", rule)
     texts = shutil.copytree(base / "texts", tmp_path / "same" / "texts")
-    other = optimizer_file(tmp_path, "sgd", body.replace("0.1", "0.2"))
-    flags = "--seed 1 --num-iterations 3 --tensor-parallel 2 --warmdown-ratio 0.1 --dtype bfloat16".split()
-    different = "--corpus python, not texts; --num-iterations 3, not 2; .*--warmdown-ratio 0.1, not .*"
-    different += "--optimizer-file [0-9a-f]{64}, not [0-9a-f]{64}; --dtype bfloat16, not float32; "
-    different += "--seed 1, not 0; --tensor-parallel 2, not 1"
+    other = optimizer_file(tmp_path, "sgd", rule.replace("0.1", "0.2"))
+    flags = "--seed 1 --num-iterations 3 --tensor-parallel 2 --dtype bfloat16 --corpus python".split()
+    different = "--corpus python, not texts; --num-iterations 3, not 2; --optimizer-file [0-9a-f]{64}, not "
+    different += "[0-9a-f]{64}; --dtype bfloat16, not float32; --seed 1, not 0; --tensor-parallel 2, not 1"
     write_texts(tmp_path / "other" / "texts", random_texts(300))
     for of_last, said in (
-        ((*flags, *other, "--corpus", "python"), different),
+        ((*flags, *other), different),
         (("--corpus", f"path:{tmp_path}/other/texts"), "--corpus texts-.*, not texts-.*"),
     ):
         ranks = Ranks(base, "stale", 2, *mine, *QUIET, processes=2, of_last=of_last)
-        assert ranks.join(60) == [2, 2], ranks.output()
-        lines = re.findall("error: .*", ranks.output())
-        line = f"error: rank 1 was started with {said}: give all ranks the flags and files of rank 0"
-        assert len(lines) == 2 and all(re.fullmatch(line, each) for each in lines), ranks.output()
+        assert ranks.join(60) == [2, 2]
+        line = f"error: rank 1 was started with {said}: give all ranks the flags and files of rank 0\n"
+        assert len(re.findall(line, ranks.output())) == 2, ranks.output()
         assert not (base / "runs" / "stale").exists()
-    elsewhere = (*same, "--corpus", f"path:{texts}")
-    train_on(2, base, "stale", 2, *mine, *QUIET, of_last=elsewhere)
+    train_on(2, base, "stale", 2, *mine, *QUIET, of_last=(*same, "--corpus", f"path:{texts}"))
 
 
 def test_a_run_is_judged_by_the_weights_that_eval_puts_in_place(base, capsys):
@@ -186,40 +168,26 @@ LATE = """
         def step(self):
             self.calls += 1
             if self.calls == 6:  # explodes just before a checkpoint
-                self.param_groups[0]["lr"] = 1e30
+                self.param_groups[0]["lr"] = float("inf")
             super().step()
     return Late(model.parameters(), lr=1e-3)
 """
 
 
 @pytest.mark.parametrize(
-    "run,steps,flags,message,saved",
+    "flags, message, saved",
     [
-        (
-            "late",
-            100,
-            ("--save-every", "3"),
-            "gradients; if the hardware failed, --resume step_3 goes on from there; otherwise start over",
-            [3, 6],
-        ),
-        (
-            "diverged",
-            6,
-            ("--matrix-lr", "1e30"),
-            "validation loss is not finite; start over with lower rates, or a corrected rule: --resume never",
-            [6],
-        ),
+        (["--save-every=3"], "if the hardware failed, --resume step_3 goes on from there; otherwise", [3, 6]),
+        (["--num-iterations=6"], "loss is not finite; start over with lower rates, .*: --resume never", [6]),
     ],
 )
-def test_a_run_that_is_not_finite_names_the_checkpoint_to_go_on_from(
-    base, capsys, run, steps, flags, message, saved
-):
+def test_a_run_that_is_not_finite_names_the_checkpoint_to_go_on_from(base, capsys, flags, message, saved):
     """The checkpoint is the last one before the bad steps. The run exports nothing."""
-    file = optimizer_file(base, run, LATE) if run == "late" else ()
-    assert base_train.main(arguments(base, run, steps, *file, "--eval-every", "-1", *flags)) == 1
-    assert message in capsys.readouterr().err and len(losses(base, run)) < 20
-    assert not (base / "runs" / run / "model.safetensors").exists()
-    assert checkpoint.saved_steps(base / "runs" / run) == saved
+    run = base / "runs" / f"late-{len(saved)}"
+    file = optimizer_file(base, "late", LATE)
+    assert base_train.main(arguments(base, run.name, 100, *file, *QUIET, *flags)) == 1
+    assert re.search(message, capsys.readouterr().err) and len(losses(base, run.name)) < 20
+    assert not (run / "model.safetensors").exists() and checkpoint.saved_steps(run) == saved
 
 
 def test_a_run_in_bf16_learns_and_resumes_bit_for_bit(base):
@@ -241,8 +209,8 @@ def test_a_run_is_evaluated_and_sampled_by_name_by_path_and_before_its_end(
     val_bpb = f"val_bpb: {read_json(shared / 'summary.json')['val_bpb']:.4f}\n"
 
     def said(script, run, *flags):
-        words = ("--prompt", "abc", "--max-tokens", "20") if script is sample else ()
-        script.main(["--run", str(run), *words, *flags])
+        flags += ("--max-tokens=20",) if script is sample else ()
+        script.main(["--run", str(run), *flags])
         return capsys.readouterr().out
 
     text = said(sample, "whole")
@@ -253,8 +221,8 @@ def test_a_run_is_evaluated_and_sampled_by_name_by_path_and_before_its_end(
     assert said(sample, shared) == text and val_bpb in said(base_eval, shared)
 
     (shared / "summary.json").unlink()  # as in a run that goes on
-    said_of_older = said(sample, shared)
-    assert "warning: run shared is not complete" in said_of_older and text in said_of_older
+    of_older = said(sample, shared)
+    assert "warning: run shared is not complete" in of_older and of_older.endswith(text)
     for result in ("model.safetensors", "report.md"):
         (shared / result).unlink()
     assert said(sample, shared, "--checkpoint", "step_40") == text
@@ -302,29 +270,21 @@ def test_a_run_that_is_in_use_is_not_logged_twice(base, monkeypatch):
 
 def test_a_run_reads_and_is_evaluated_by_its_own_field_wherever_its_texts_are(base, tmp_path, capsys):
     """Even if data_prep has been given another field since. Damaged files are still left out."""
-    texts, flags = tmp_path / "texts", ["--skip-unreadable", *QUIET]
+    texts = tmp_path / "texts"
     corpus = write_texts(texts, random_texts(300))
     (texts / "bad.txt").write_bytes(b"\xff")
-    command = [*SMALL, "--run", "field", "--num-iterations", "2", *flags]
-    assert base_train.main([*command, "--corpus", corpus, "--text-field", "text"]) == 0
+    train(base, "field", 2, "--skip-unreadable", *QUIET, "--corpus", corpus, "--text-field", "text")
     figure = re.search("\nval_bpb: .*", capsys.readouterr().out)[0]
     remember(open_corpus(corpus, "title"))  # as data_prep does
-    capsys.readouterr()
-    base_eval.main(["--run", "field"])
+    moved = f"path:{texts.rename(tmp_path / 'elsewhere')}"
+    base_eval.main(["--run", "field", "--corpus", moved])
     assert figure in capsys.readouterr().out
-    moved = texts.rename(tmp_path / "elsewhere")
-    base_eval.main(["--run", "field", "--corpus", f"path:{moved}"])
-    assert figure in capsys.readouterr().out
-    assert base_train.main(["--run", "field", "--corpus", f"path:{moved}", "--num-iterations", "4"]) == 0
+    assert base_train.main(["--run", "field", "--corpus", moved, "--num-iterations", "4"]) == 0
 
 
 def test_a_run_warns_of_few_validation_documents(base, tmp_path, capsys):
-    book = tmp_path / "book.txt"
-    text = "".join(file.read_text() for file in sorted((base / "texts").iterdir()))
-    book.write_text("".join(text.replace("a", letter) for letter in "klm"))
-    train(base, "book", 2, *QUIET, f"--corpus=path:{book}")
-    few = re.search("warning: only ([0-9]+) validation documents", capsys.readouterr().out)
-    assert few and 0 < int(few[1]) < 8
+    train(base, "few", 2, *QUIET, "--corpus", write_texts(tmp_path / "few", random_texts(60)))
+    assert re.search("warning: only [1-7] validation documents", capsys.readouterr().out)
 
 
 def test_a_run_is_compiled_and_evaluated_by_the_same_graph(base, monkeypatch, capsys):
@@ -333,8 +293,7 @@ def test_a_run_is_compiled_and_evaluated_by_the_same_graph(base, monkeypatch, ca
 
     def compile_nothing(function, **_):
         def noted(*inputs):
-            shapes = tuple((x.shape, x.stride(), x.dtype) for x in inputs)
-            graphs.add((shapes, torch.is_grad_enabled()))
+            graphs.add((*((x.shape, x.stride(), x.dtype) for x in inputs), torch.is_grad_enabled()))
             return function(*inputs)
 
         if not isinstance(function, GPT):

@@ -21,7 +21,7 @@ from nanomuon import MuonAdamW
 from nanomuon.dataloader import TrainLoader, validation_batches, validation_rows
 from nanomuon.tokenizer import Tokenizer
 from tests.test_as_a_torch_optimizer import build, groups_of, loss_of
-from tests.training import QUIET, ROOT, call, train
+from tests.training import QUIET, ROOT, call, train, train_on
 from tests.worlds import FORKS
 
 EXAMPLES = ROOT / "examples"
@@ -95,7 +95,6 @@ def test_an_example_learns_and_resumes(example, last, needed, tmp_path):
 
 
 UNDER_ACCELERATE = """
-import sys
 import torch
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from nanomuon import DistMuonAdamW, MuonAdamW
@@ -128,7 +127,7 @@ def train(model, optimizer, schedule, steps):
         if step == 2:
             accelerator.save_state("saved")
 
-accelerator = Accelerator(cpu=True) if sys.argv[1] == "DDP" else under_fsdp2(sys.argv[1])
+accelerator = Accelerator(cpu=True) if how == "DDP" else under_fsdp2(how)
 uninterrupted = prepared(seed=0)
 train(*uninterrupted, range(6))
 accelerator.free_memory()
@@ -143,7 +142,13 @@ accelerator.end_training()
 """
 
 
-@pytest.mark.slow  # a launch of two processes
+def under_accelerate(flags):
+    os.chdir(os.environ["NANOMUON_BASE_DIR"])
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]
+    exec(UNDER_ACCELERATE, {"how": flags[-1]})
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["DDP", "FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 def test_accelerate_on_two_ranks(how, tmp_path, eager):
     """accelerate averages gradients, and saves only rank 0's optimizer state, or FSDP2's in two ways. A
@@ -151,8 +156,7 @@ def test_accelerate_on_two_ranks(how, tmp_path, eager):
     rows of both.
     """
     pytest.importorskip("accelerate", reason="needs accelerate")
-    (tmp_path / "loop.py").write_text(UNDER_ACCELERATE)
-    run(["PYTHONPATH=.", "torchrun", "--standalone", "--nproc_per_node=2", "loop.py", how], tmp_path)
+    train_on(2, tmp_path, "loop", 6, how, main=under_accelerate)
     expected = torch.load(tmp_path / "uninterrupted_0.pt")
     for name in ("uninterrupted_1", "resumed_0", "resumed_1"):
         torch.testing.assert_close(torch.load(tmp_path / f"{name}.pt"), expected, rtol=0, atol=0)

@@ -2,6 +2,7 @@
 any layout.
 """
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -14,7 +15,9 @@ from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.optim_fsdp import local
 from nanomuon.optim_groups import build_param_groups
 from nanomuon.parallel import build_model
+from nanomuon.qk_clip import watch_
 from nanomuon.runtime import Runtime, read_json
+from scripts.base_train import training_step
 from tests.reference import distance
 from tests.training import QUIET, losses, train_on
 from tests.worlds import run_world
@@ -27,6 +30,7 @@ REPLICATED, FSDP, TP, BOTH = (4, 1, False), (4, 1, True), (2, 2, False), (2, 2, 
 MATRICES = dict(
     lr=0.02, momentum=0.9, ns_steps=5, beta2=0.95, weight_decay=0.1, weight_decay_form="decoupled"
 )
+TAU = 0.1  # of QK-clip
 pytestmark = pytest.mark.usefixtures("environment")  # eager, as in the worlds
 
 
@@ -44,27 +48,26 @@ class Trained:
     are ranks.
     """
 
-    def __init__(self, layout=None, seed=0):
+    def __init__(self, layout=None, seed=0, tau=None):
         torch.set_default_dtype(torch.float64)
-        self.mesh, self.fsdp = None, False
+        self.mesh, self.tau, fsdp = None, tau, False
         if layout is not None:
-            data, tensor, self.fsdp = layout
+            data, tensor, fsdp = layout
             self.mesh = parallel.device_mesh("cpu", data, tensor)
-        runtime = Runtime(torch.device("cpu"), torch.float64)
-        self.model = build_model(CONFIG, runtime, seed, self.mesh, self.fsdp)
+        config, runtime = replace(CONFIG, qk_norm=tau is None), Runtime(torch.device("cpu"), torch.float64)
+        self.model = build_model(config, runtime, seed, self.mesh, fsdp)
+        if tau:
+            watch_(self.model, tau)
         torch.set_default_dtype(torch.float32)
         adamw = dict(lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0)
         groups = build_param_groups(self.model, muon=MATRICES, adamw=adamw)
         self.optimizer = DistMuonAdamW(groups) if self.mesh else MuonAdamW(groups)
 
     def train(self, steps):
-        for step in steps:
-            place = (self.mesh.get_local_rank("dp"), self.mesh["dp"].size()) if self.mesh else (0, 1)
-            self.model(*batch(step, *place)).backward()
-            if self.mesh and not self.fsdp:
-                parallel.average_tensor_parallel_gradients(self.model, self.mesh)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+        place = (self.mesh.get_local_rank("dp"), self.mesh["dp"].size()) if self.mesh else (0, 1)
+        batches = (batch(step, *place) for step in steps)
+        for _ in steps:
+            training_step(self.model, self.model, self.optimizer, batches, 1, self.mesh, self.tau)
         return self
 
     def weights(self):
@@ -121,6 +124,18 @@ def test_a_tied_head_stays_tied():
             assert_close(found, expected)
 
 
+def trained_by_a_muon_of_one_process(group):
+    with mock.patch(f"{__name__}.DistMuonAdamW", MuonAdamW):
+        return Trained(REPLICATED).train(range(3)).weights()
+
+
+def test_a_muon_of_one_process_trains_the_same_on_four():
+    """The step averages the gradients for it, as for every optimizer but DistMuonAdamW."""
+    expected = Trained().train(range(3)).weights()
+    for found in run_world(4, trained_by_a_muon_of_one_process):
+        assert_close(found, expected)
+
+
 LAYOUTS = {  # run: processes, flags
     "one": (1, []),
     "two": (2, []),
@@ -131,15 +146,12 @@ LAYOUTS = {  # run: processes, flags
 }
 
 
-def train(base, run, layout, *options):
-    processes, flags = LAYOUTS[layout]
-    train_on(processes, base, run, 6, *QUIET, *options, *flags)
-    return read_json(base / "runs" / run / "summary.json")["val_bpb"]
-
-
 def test_base_train_in_every_layout_is_the_run_of_one_process(base):
     """With evaluation, export and samples. Rounded gradients change all losses except the first."""
-    val_bpb = {run: train(base, run, run) for run in LAYOUTS}
+    val_bpb = {}
+    for run, (processes, flags) in LAYOUTS.items():
+        train_on(processes, base, run, 6, *QUIET, *flags)
+        val_bpb[run] = read_json(base / "runs" / run / "summary.json")["val_bpb"]
     expected, in_bf16 = losses(base, "one"), losses(base, "rounded")
     assert len(expected) == 6 and expected[-1] < expected[0] - 0.5
     for run in LAYOUTS.keys() - {"rounded"}:
@@ -152,15 +164,14 @@ def test_base_train_in_every_layout_is_the_run_of_one_process(base):
     assert in_bf16 == pytest.approx(two, abs=2**-8 * (two[0] - two[5]))
 
 
-def test_qk_clip_in_pieces(base):
-    options = ["--no-qk-norm", "--matrix-lr", "0.1", "--qk-clip"]
-    norms = {}
-    for run, layout, tau in (
-        ("loose", "one", "1e9"),
-        ("whole-clipped", "one", "0.5"),
-        ("clipped", "both", "0.5"),
-    ):
-        train(base, run, layout, *options, tau)
-        norms[run] = load_file(base / f"runs/{run}/model.safetensors")["blocks.1.attn.q.weight"].norm()
-    assert losses(base, "clipped")[:6] == pytest.approx(losses(base, "whole-clipped")[:6], abs=1e-3)
-    assert norms["whole-clipped"] < 0.7 * norms["loose"]
+def clipped(group, layout, tau):
+    return Trained(layout, tau=tau).train(range(4)).weights()
+
+
+def test_qk_clip_in_pieces():
+    expected, loose = clipped(None, None, TAU), clipped(None, None, 1e9)
+    queries = "blocks.1.attn.q.weight"
+    assert expected[queries].norm() < 0.7 * loose[queries].norm()
+    for layout in (TP, BOTH):
+        for found in run_world(4, clipped, layout, TAU):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # the logits are in float32

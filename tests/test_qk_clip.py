@@ -3,12 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from nanomuon import qk_clip
 from nanomuon.qk_clip import clip_, clip_qk_, record_largest_, watch_
 from tests.reference import equal
 from tests.test_attention import all_scores
 from tests.test_gpt import build
+from tests.training import QUIET, train
 from tests.worlds import run_world
 
 
@@ -84,3 +86,12 @@ def test_the_maximum_is_over_ranks_and_micro_batches():
     with torch.no_grad():  # only training forwards are recorded
         model(inputs)
     assert all((block.attn.largest_logits == 3).all() for block in model.blocks)
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_run_clips(base):
+    norms = {}
+    for tau in ("1e9", "0.5"):
+        train(base, tau, 4, *QUIET, "--no-qk-norm", "--matrix-lr", "0.1", "--qk-clip", tau)
+        norms[tau] = load_file(base / "runs" / tau / "model.safetensors")["blocks.1.attn.q.weight"].norm()
+    assert norms["0.5"] < 0.7 * norms["1e9"]

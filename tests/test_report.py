@@ -1,24 +1,14 @@
 """The results of a run: rows that survive kills, a picture, a report that says what happened."""
 
-import math
-
 import pytest
 import torch
 
 from nanomuon import report
 from nanomuon.runtime import Runtime
 from tests.mistakes import refused
+from tests.training import little_space
 
-
-def write_run(folder):
-    log = report.MetricsLog(folder)
-    for step in range(1, 101):
-        log.log({"step": step, "tokens": 4096 * step, "train_loss": math.nan if step < 50 else 2.0})
-        if step % 25 == 0:
-            log.log(
-                {"step": step, "tokens": 4096 * step, "val_bpb": 2 - step / 100, "whole_set": step == 100}
-            )
-    log.close()
+RUNTIME = Runtime(torch.device("cpu"), torch.bfloat16)
 
 
 @pytest.mark.parametrize("line", ["{}", "[1]", "null", '{"step": "3", "tokens": 9}', "torn", "[" * 100_000])
@@ -32,22 +22,23 @@ def test_a_line_that_is_not_a_row_is_named(tmp_path, line):
 
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
     log = report.MetricsLog(tmp_path)
-    log.file = open("/dev/full", "ab")
-    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
-        log.log({"step": 1})
-    log.file.raw.close()
+    with little_space(9), pytest.raises(OSError, match="File too large: '.*/metrics.jsonl'"):
+        log.log({"step": 1000})
 
 
 def test_the_report_says_what_happened(tmp_path):
     run_dir = tmp_path / "my-run-a$^$b"  # not to be drawn as a formula
-    write_run(run_dir)
+    log = report.MetricsLog(run_dir)
+    for step in range(1, 101):
+        log.log({"step": step, "tokens": step, "train_loss": float("nan") if step < 50 else 2.0})
+        if step % 25 == 0:
+            log.log({"step": step, "tokens": step, "val_bpb": 2 - step / 100, "whole_set": step == 100})
+    log.close()
     core = {"core": 0.5, "mean_centered": 0.5, "tasks": {"easy": {"accuracy": 0.75}}}
-    report.write_report(
-        run_dir, "Depth 4", {"val_bpb": 1.234}, ["def f():\n    return 1", "```\nfenced"], core
-    )
+    texts = ["def f():\n    return 1", "```\nfenced"]
+    report.write_report(run_dir, "Depth 4", {"val_bpb": 1.234}, texts, core)
     assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
-    text = (run_dir / "report.md").read_text()
-    machine = report.machine_description()
+    text, machine = (run_dir / "report.md").read_text(), report.machine_description()
     assert "torch 2." in machine and "\n" not in machine
     parts = f"# my-run-a$^$b;{machine};| val_bpb | 1.234 |;](loss.png);CORE: 0.5000;| easy | 0.7500 "
     parts += ";--run 'my-run-a$^$b'\n;\n\n    def f():\n        return 1\n\n"
@@ -59,7 +50,7 @@ def test_the_summary_is_of_the_last_20_losses_and_of_typical_steps():
     first = {"train_loss": 9.0, "step_ms": 1000, "tokens_per_second": 10, "optimizer_ms": 0}
     typical = {"step_ms": 100, "tokens_per_second": 90, "optimizer_ms": 1.26}
     rows = [first, first, *({**typical, "train_loss": loss} for loss in (*range(1, 20), None))]
-    summary = report.summarize(rows, 1.23456, 22, 5632, Runtime(torch.device("cpu"), torch.bfloat16))
+    summary = report.summarize(rows, 1.23456, 22, 5632, RUNTIME)
     assert 10 < summary.pop("peak_memory_mb") < 100_000
     assert summary == {
         "val_bpb": 1.2346,
@@ -75,7 +66,7 @@ def test_the_summary_is_of_the_last_20_losses_and_of_typical_steps():
 def test_a_run_whose_metrics_were_deleted_has_a_report_without_them(tmp_path):
     report.MetricsLog(tmp_path).close()
     rows, _ = report.read_metrics(tmp_path / "metrics.jsonl")
-    summary = report.summarize(rows, 1.2, 22, 5632, Runtime(torch.device("cpu"), torch.bfloat16))
+    summary = report.summarize(rows, 1.2, 22, 5632, RUNTIME)
     report.write_report(tmp_path, "Depth 4", summary, [])
     text = (tmp_path / "report.md").read_text()
     assert "| val_bpb        | 1.2 " in text and "| seconds" not in text

@@ -7,6 +7,7 @@ import signal
 import time
 from hashlib import sha256
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +16,8 @@ from safetensors.torch import load_file
 from nanomuon import checkpoint, dataloader, recipe, runtime, shards
 from nanomuon.command import STOPPED
 from nanomuon.corpus import open_corpus
-from nanomuon.run import Run
 from nanomuon.runtime import read_json, write_json
-from nanomuon.settings import LENGTH, MAY_CHANGE, NOT_RECORDED, parse_with_record
+from nanomuon.settings import LENGTH, MAY_CHANGE, NOT_RECORDED
 from scripts import base_train, data_prep, sample
 from tests.mistakes import refused
 from tests.training import (
@@ -66,8 +66,8 @@ def test_killed_at_random_moments_a_run_ends_as_if_nothing_had_happened(base, wh
     run_dir, command = base / "runs" / run, (base, run, 60, *OPTIONS)
     for _ in range(2):
         saved = max(checkpoint.saved_steps(run_dir), default=0)
-        ranks, far = Ranks(*command, processes=processes), saved + generator.randint(6, 12)
-        wait_until(lambda far=far: len(losses(base, run)) >= far, ranks.alive)
+        ranks = Ranks(*command, processes=processes)
+        ranks.wait_for_steps(saved + generator.randint(6, 12))
         time.sleep(generator.uniform(0, 0.03))
         ranks.kill(signal.SIGKILL)
         assert ranks.join() == [-signal.SIGKILL] * processes
@@ -93,7 +93,7 @@ def test_one_process_becomes_two_and_two_become_three(base):
         shard = "fsdp" if processes == 3 else "none"
         ranks = Ranks(base, run, 30, *options, "--shard", shard, processes=processes, small=small)
         if until < 30:
-            wait_until(lambda until=until: len(losses(base, "grown")) >= until, ranks.alive)
+            ranks.wait_for_steps(until)
             ranks.kill(signal.SIGINT)  # as Ctrl-C does to all of them
         assert ranks.join() == [STOPPED if until == 10 else 0] * processes, ranks.output()
         assert f"{ {1: 2, 2: 1, 3: 2}[processes] } rows x" in ranks.output()  # of 6, chosen in each world
@@ -101,20 +101,16 @@ def test_one_process_becomes_two_and_two_become_three(base):
     assert losses(base, "grown") == pytest.approx(losses(base, "as-one"), abs=5e-5)
 
 
-def test_torchrun_passes_sigterm_on_and_the_same_command_completes(base, whole):
-    command, note = (base, "torchrun", 60, *OPTIONS), base / "runs" / "torchrun" / "stopped"
-    process = launch(*command, processes=2)
+def test_torchrun_passes_sigterm_on_and_the_run_saves(base):
+    process, run_dir = launch(base, "torchrun", 60, *OPTIONS, processes=2), base / "runs" / "torchrun"
     wait_until(lambda: len(losses(base, "torchrun")) > 5, lambda: process.poll() is None)
     process.terminate()
     output, _ = process.communicate(timeout=30)
     step = len(losses(base, "torchrun"))
     line = f"stopped at step {step} and saved; the same command resumes it\n"
-    assert step < 60 and line in output and note.read_text() == line
+    assert step < 60 and line in output and (run_dir / "stopped").read_text() == line
     assert output.count("stopping after this step; another Ctrl-C ends it at once, without saving\n") == 1
-    assert checkpoint.saved_steps(base / "runs" / "torchrun")[-1] == step
-    train_on(2, *command)
-    assert not note.exists()
-    assert_same_run(base / "runs" / "torchrun", whole[2])
+    assert checkpoint.saved_steps(run_dir)[-1] == step
 
 
 def into_a_pipe(flags):
@@ -130,7 +126,7 @@ def test_a_run_whose_terminal_is_gone_saves_all_the_same(base):
     os.mkfifo(base / "pipe")
     ranks = Ranks(base, "closed", 100_000, *QUIET, main=into_a_pipe)
     with open(base / "pipe"):
-        wait_until(lambda: len(losses(base, "closed")) > 2, ranks.alive)
+        ranks.wait_for_steps(3)
     ranks.kill(signal.SIGHUP)
     assert ranks.join(60) == [STOPPED]
     assert checkpoint.saved_steps(base / "runs" / "closed") == [len(losses(base, "closed"))]
@@ -162,7 +158,7 @@ def test_a_signal_during_the_start_ends_it_with_a_line(base, processes, flags):
     run, size = f"starting-{processes}", 256 + 10 * processes
     with runtime.locked(shards.shard_folder(open_corpus(f"path:{base}/texts"), size)):
         ranks = Ranks(base, run, 5, "--vocab-size", str(size), *QUIET, *flags, processes=processes)
-        wait_until(lambda: "waiting for it" in ranks.output(), ranks.alive)
+        ranks.wait_for("waiting for it")
         ranks.kill(signal.SIGTERM)
         codes = ranks.join(20)
     assert codes == ([STOPPED] if processes == 1 else [0, 0]), ranks.output()
@@ -190,24 +186,25 @@ def asleep(base, awake, *flags):
     """A run of five steps that sleeps in the step after `awake` steps, or in its last evaluation."""
     file = optimizer_file(base, f"sleeper{awake}", SLEEPER.format(awake=awake))
     ranks = Ranks(base, f"sleeper{awake}", 5, *file, *QUIET, *flags)
-    wait_until(lambda: "asleep" in ranks.output(), ranks.alive)
+    ranks.wait_for("asleep")
     return ranks
 
 
-def test_a_signal_in_the_first_step_which_may_compile_ends_it_at_once(base):
-    ranks = asleep(base, 0, "--resume", "never")
+@pytest.mark.parametrize(
+    "awake, flags, line, saved",
+    [
+        (0, ["--resume=never"], "with nothing to save; the same command without --resume resumes it\n", []),
+        (5, [], "in its last evaluation; the same command resumes it\n", [5]),
+    ],
+)
+def test_a_signal_in_the_first_step_or_the_last_evaluation_ends_a_run_at_once(
+    base, awake, flags, line, saved
+):
+    """The first step may compile; before the last evaluation there is a checkpoint."""
+    ranks = asleep(base, awake, *flags)
     ranks.kill(signal.SIGINT)
-    assert ranks.join(5) == [STOPPED]
-    line = "stopped with nothing to save; the same command without --resume resumes it\n"
-    assert ranks.output().endswith(line)
-
-
-def test_a_signal_in_the_last_evaluation_ends_it_at_once_with_its_checkpoint(base):
-    ranks = asleep(base, awake=5)
-    ranks.kill(signal.SIGTERM)
-    assert ranks.join(5) == [STOPPED]
-    assert ranks.output().endswith("stopped in its last evaluation; the same command resumes it\n")
-    assert checkpoint.saved_steps(base / "runs" / "sleeper5") == [5]
+    assert ranks.join(5) == [STOPPED] and ranks.output().endswith(f"stopped {line}")
+    assert checkpoint.saved_steps(base / "runs" / f"sleeper{awake}") == saved
 
 
 def test_a_second_sigint_stops_at_once(base):
@@ -367,44 +364,36 @@ def test_state_that_no_checkpoint_can_store_ends_a_run_after_its_first_step(base
     assert losses(base, name) == []
 
 
-@pytest.mark.parametrize("damage", ["data_prep died", "a file is gone", "a signal"])
-def test_a_run_saves_when_its_shards_end(base, monkeypatch, capsys, handlers, damage):
-    """They end within a step; the run resumes at the beginning of that step. It evaluates on what it has read
+@pytest.mark.parametrize("signalled", [False, True])
+def test_a_run_saves_when_its_shards_end(base, monkeypatch, capsys, handlers, signalled):
+    """They end within a step; the run resumes at the beginning of that step. It has read its validation set
     at its start.
     """
-    few_steps = ["--depth", "1", "--total-batch-size", "8192", "--device-batch-size", "64", *QUIET]
-    few_steps += ["--eval-every", "2"]
-    name, said = damage.replace(" ", "-"), "no process is writing it: run python -m scripts.data_prep"
-    read_shards, already_read = dataloader.read_shards, set()
-
-    def once(folder, manifest, kind, window=0):
-        there = folder / "gone" if kind in already_read else folder
-        already_read.add(kind)
-        return read_shards(there, manifest, kind, window)
-
+    few_steps = ["--depth=1", "--total-batch-size=8192", "--device-batch-size=64", "--save-every=-1"]
+    few_steps += ["--eval-every=2"]
     train(base, "all-shards", 8, *few_steps)
+    run_dir, command = (
+        base / "runs" / f"ends-{signalled}",
+        arguments(base, f"ends-{signalled}", 8, *few_steps),
+    )
     with monkeypatch.context() as patched:
-        if damage == "a file is gone":
-            patched.setattr(dataloader, "read_shards", once)
-            said = "cannot be read"
+        read = mock.Mock(wraps=dataloader.read_shards)
+        patched.setattr(dataloader, "read_shards", read)
+        patched.setattr(shards.Manifest, "has_window", lambda manifest, window: window == 0)
+        patched.setattr(shards, "PATIENCE", -1)
+        if signalled:  # while data_prep is writing
+            patched.setattr(shards, "being_written", lambda _: signal.raise_signal(signal.SIGTERM) or True)
+            assert base_train.main(command) == STOPPED
         else:
-            patched.setattr(shards.Manifest, "has_window", lambda manifest, window: window == 0)
-            patched.setattr(shards, "PATIENCE", -1)
-        if damage == "a signal":  # while data_prep is writing
-            patched.setattr(
-                shards, "being_written", lambda folder: signal.raise_signal(signal.SIGTERM) or True
-            )
-            assert base_train.main(arguments(base, name, 8, *few_steps)) == STOPPED
-            line = (base / "runs" / name / "stopped").read_text()
-        else:
-            with refused(said):
-                train(base, name, 8, *few_steps)
-            line = capsys.readouterr().out
-    saved = checkpoint.saved_steps(base / "runs" / name)
-    assert len(saved) == 1 and 0 < saved[0] < 8
-    assert f"stopped at step {saved[0]} and saved" in line
-    assert base_train.main(["--run", name]) == 0
-    assert_same_run(base / "runs" / name, base / "runs" / "all-shards")
+            with refused("no process is writing it: run python -m scripts.data_prep"):
+                base_train.main(command)
+        assert [call.args[2] for call in read.call_args_list] == ["val", "train"]
+    (saved,) = checkpoint.saved_steps(run_dir)
+    assert 0 < saved < 8
+    line = (run_dir / "stopped").read_text() if signalled else capsys.readouterr().out
+    assert f"stopped at step {saved} and saved" in line
+    assert base_train.main(["--run", run_dir.name]) == 0 and not (run_dir / "stopped").exists()
+    assert_same_run(run_dir, base / "runs" / "all-shards")
 
 
 def test_a_launch_that_another_one_has_overtaken_is_refused(base, monkeypatch):
@@ -428,58 +417,53 @@ def not_permitted(folder, ignore_errors=False):
         raise PermissionError(f"no permission to delete {folder}")
 
 
-def test_a_run_keeps_its_options_and_takes_another_length(base, monkeypatch, capsys):
+def test_a_run_keeps_its_options_and_takes_another_length(base, capsys):
     folder = base / "runs" / "options"
     train(base, "options", 10, "--matrix-lr", "0.01", *QUIET)
-    assert f"report: {folder}/report.md, {folder}/loss.png" in capsys.readouterr().out
-    settings = read_json(folder / "settings.json")
-    settings["options"]["num_iterations"] = None  # as if --target-flops had led to these steps
-    write_json(folder / "settings.json", settings)
     for flags, said, far in (
         ("--num-iterations 6", "run options is complete", 10),
-        (
-            "--num-iterations 20",
-            "resuming run options at step 10 of 20\nlength     20 steps, 10 before: ",
-            20,
-        ),
+        ("--num-iterations 20", "at step 10 of 20\nlength     20 steps, 10 before: ", 20),
         ("--resume step_10", "resuming run options at step 10 of 20\n", 20),  # although complete
         ("--target-param-data-ratio 0.006", "run options is complete", 20),  # fewer steps
+        ("--plan", f"{folder} exists, its newest checkpoint is of step 20\n", 20),
     ):
         capsys.readouterr()
         assert base_train.main(["--run", "options", *flags.split()]) == 0
         output = capsys.readouterr().out
-        assert said in output and "\nval_bpb: " in output
-        expected = [*range(1, 11), 10]  # each length ends with an evaluation
-        if far == 20:
-            expected += [*range(11, 21), 20]
-        assert [row["step"] for row in rows(base, "options")] == expected
+        assert said in output and ("\nval_bpb: " in output) == (flags != "--plan")
+        assert len(losses(base, "options")) == far
     with refused("run options has done 10 steps, and this command wants 6: give a larger --num-iterations"):
         base_train.main("--run options --resume step_10 --num-iterations 6".split())
     assert rows(base, "options")[11]["lr_multiplier"] == 0.5  # step 11 of 20, not the end of 10
-    assert base_train.main("--run options --plan".split()) == 0
-    assert f"{folder} exists, its newest checkpoint is of step 20\n" in capsys.readouterr().out
     recorded = read_json(folder / "settings.json")["options"]
     assert recorded["matrix_lr"] == 0.01 and recorded["num_iterations"] == 20
-    recorded, metrics = (folder / "settings.json").read_bytes(), (folder / "metrics.jsonl").read_bytes()
-    (folder / "metrics.jsonl").write_bytes(b"?\n" + metrics)
+
+
+def test_a_run_that_cannot_go_on_or_start_over_keeps_what_it_has(base, monkeypatch, capsys):
+    """Its folder may be a link, as to a larger disk."""
+    folder, longer = base / "runs" / "kept", "--run kept --num-iterations 5".split()
+    train(base, "kept", 2, *QUIET)
+    recorded, metrics = (folder / "settings.json").read_bytes(), folder / "metrics.jsonl"
+    sound = metrics.read_bytes()
+    metrics.write_bytes(b"?\n" + sound)
     with refused("line 1 cannot be read"):
-        base_train.main("--run options --num-iterations 30".split())
+        base_train.main(longer)
     assert (folder / "summary.json").exists()
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", not_permitted)
         with pytest.raises(PermissionError):
-            train(base, "options", 3, "--resume", "never", *QUIET)
+            train(base, "kept", 3, "--resume", "never", *QUIET)
     assert (folder / "settings.json").read_bytes() == recorded
-    (folder / "metrics.jsonl").write_bytes(metrics)
+    metrics.write_bytes(sound)
     shutil.rmtree(folder / "checkpoints")
     with refused("is complete and has no checkpoint to resume from"):
-        base_train.main("--run options --num-iterations 30".split())
-    (folder / "core.json").write_text("{}")
+        base_train.main(longer)
     folder.rename(base / "elsewhere")
-    folder.symlink_to(base / "elsewhere")  # as to a larger disk
-    train(base, "options", 3, "--resume", "never", *QUIET)
+    folder.symlink_to(base / "elsewhere")
+    (folder / "core.json").touch()
+    train(base, "kept", 3, "--resume", "never", "--seed", "1", *QUIET)
     assert "starting over: deleting everything in the folder of run" in capsys.readouterr().out
-    assert len(losses(base, "options")) == 3 and not (folder / "core.json").exists()
+    assert len(losses(base, "kept")) == 3 and not (folder / "core.json").exists()
 
 
 def test_a_run_keeps_the_windows_that_it_began_with(base, installed):
@@ -493,30 +477,23 @@ def test_a_run_keeps_the_windows_that_it_began_with(base, installed):
 
 
 def test_settings_that_define_a_run_cannot_change(base, monkeypatch, tmp_path):
-    monkeypatch.setattr(Run, "finish", lambda run: 0)
+    """Even if the run is complete, and before other texts are prepared."""
     write_corpus(tmp_path / "texts")
-    settings = base / "runs" / "defined" / "settings.json"
     monkeypatch.chdir(tmp_path)
-    command = [*arguments(base, "defined", 2, *QUIET), "--corpus", "path:texts"]
-    assert base_train.main(command) == 0
+    train(base, "defined", 2, *QUIET, "--corpus", "path:texts")
     monkeypatch.chdir(base)  # the run has recorded the absolute path
-    command[-1] = f"path:{tmp_path}/texts"
-    before = settings.read_bytes()
+    settings = base / "runs" / "defined" / "settings.json"
+    before, prepared = settings.read_bytes(), os.listdir(base / "shards")
     changes = "--dtype bfloat16 --total-batch-size 512 --depth 3".split()
     said = "--depth 2, not 3.*--total-batch-size 256, not 512.*--dtype float32, not bfloat16.*--resume never$"
     with refused(said):
         base_train.main(["--run", "defined", *changes])
     (tmp_path / "texts" / "more.txt").write_text("lorem ipsum " * 200)
-    # Even if the run is complete, and before other texts are prepared
-    summary, prepared = settings.with_name("summary.json"), os.listdir(base / "shards")
-    write_json(summary, {"steps": 2, "tokens": 512, "val_bpb": 1.0})
     for main, words in (base_train.main, []), (data_prep.main, ["--"]):
         with refused("run defined was trained on path:.*, and path:.* now has other texts"):
             main([*words, "--run", "defined"])
     assert settings.read_bytes() == before and len(losses(base, "defined")) == 2
     assert os.listdir(base / "shards") == prepared
-    assert base_train.main([*command, "--num-iterations=1", "--seed=1", "--resume=never"]) == 0
-    assert read_json(settings)["options"]["seed"] == 1 and len(losses(base, "defined")) == 1
 
 
 def test_runs_of_the_version_that_had_experts_and_fp8(base, capsys):
@@ -536,29 +513,18 @@ def test_runs_of_the_version_that_had_experts_and_fp8(base, capsys):
         write_json(folder / "config.json", {**config, **changed})
 
     use()
-    args, _ = parse_with_record(base_train.make_parser(), ["--run", "older"])
-    kept = settings["options"].keys() - {"experts", "experts_per_token", "fp8"}
-    assert {name: getattr(args, name) for name in kept} == {name: settings["options"][name] for name in kept}
-    sample.main(["--run", "older", "--max-tokens", "1"])
     assert base_train.main(["--run", "older", "--num-iterations", "6"]) == 0
     assert len(losses(base, "older")) == 6
     assert "the run recorded only names and times: texts cannot be compared\n" in capsys.readouterr().out
-    use(experts=2)
-    for command, said in (
-        (
-            base_train,
-            "options: experts is not a flag of this version: use the version that started the run, "
-            "remove this option if 2 changes nothing, or start over: --resume never",
-        ),
-        (sample, "this version has no models with experts"),
+    for changed, command, said in (
+        (dict(experts=2), sample, "this version has no models with experts"),
+        (dict(experts=2), base_train, "options: experts is not a flag of this version: use the version that"),
+        (dict(fp8=True), base_train, "options: fp8 is not a flag of this version: .* or start over: --res"),
     ):
+        use(**changed)
         with refused(said):
             command.main(["--run", "older"])
-    settings["options"]["fp8"] = True
-    use()
-    sample.main(["--run", "older", "--max-tokens", "1"])
-    with refused("options: fp8 is not a flag of this version: use the version that"):
-        base_train.main(["--run", "older"])
+    sample.main(["--run", "older", "--max-tokens", "1"])  # its model is an ordinary one
 
 
 RAN = """
@@ -588,12 +554,11 @@ def test_an_optimizer_file_runs_only_when_it_is_named(base, tmp_path, capsys):
 
 
 def test_only_these_flags_are_not_part_of_what_defines_a_run():
-    scopes, found = base_train.make_parser().scopes, {}
-    for name, scope in scopes.items():
-        found.setdefault(scope, set()).add(name)
-    assert found[NOT_RECORDED] == set(
-        "run resume plan wandb optimizer_file shard tensor_parallel device_batch_size".split()
-    )
-    assert found[LENGTH] == {"num_iterations", "target_flops", "target_param_data_ratio"}
-    changing = "corpus skip_unreadable no_compile eval_every eval_tokens save_every keep_last"
-    assert found[MAY_CHANGE] == {*changing.split(), "core_bundle", "core_every", "core_items"}
+    changing = "corpus skip_unreadable no_compile eval_every eval_tokens save_every keep_last core_bundle"
+    for scope, names in (
+        (NOT_RECORDED, "run resume plan wandb optimizer_file shard tensor_parallel device_batch_size"),
+        (LENGTH, "num_iterations target_flops target_param_data_ratio"),
+        (MAY_CHANGE, f"{changing} core_every core_items"),
+    ):
+        scopes = base_train.make_parser().scopes
+        assert {name for name in scopes if scopes[name] == scope} == set(names.split())

@@ -1,6 +1,5 @@
 """The device and its dtype, ranks that wait for the first, whole files, JSON of a known form."""
 
-import json
 import os
 import re
 import signal
@@ -57,46 +56,33 @@ def test_the_cpu_is_used_if_it_is_asked_for(gpu, monkeypatch, name, value):
         runtime.start()
 
 
-@pytest.mark.parametrize(
-    "value, default, expected", [("0", True, False), ("1", False, True), ("", False, False)]
-)
-def test_whether_to_compile(monkeypatch, value, default, expected):
-    monkeypatch.setenv("NANOMUON_COMPILE", value)
-    assert runtime.compile_enabled(default) == expected
+def test_whether_to_compile(monkeypatch):
+    for value, default, expected in (("0", True, False), ("1", False, True), ("", False, False)):
+        monkeypatch.setenv("NANOMUON_COMPILE", value)
+        assert runtime.compile_enabled(default) == expected
     monkeypatch.setenv("NANOMUON_COMPILE", "no")
     with refused("NANOMUON_COMPILE=no: set it to 0 or 1"):
         runtime.compile_enabled()
 
 
+@without_gpu
 @pytest.mark.parametrize(
-    "variables",
-    [dict(WORLD_SIZE="two", RANK="0"), dict(WORLD_SIZE="0", RANK="0"), dict(WORLD_SIZE="2"), dict(RANK="1")],
+    "variables, gpus, said",
+    [
+        ("WORLD_SIZE=two RANK=0", 0, "the environment has .*: unset these variables, or start with torchrun"),
+        ("WORLD_SIZE=0 RANK=0", 0, "the environment has .*: unset"),
+        ("WORLD_SIZE=2", 0, "the environment has .*: unset"),
+        ("RANK=1", 0, "the environment has .*: unset"),  # it would train without printing anything
+        ("LOCAL_RANK=2", 2, r"process 2 \(from 0\) has no GPU: this machine has 2"),
+        ("WORLD_SIZE=2 RANK=1", 2, "LOCAL_RANK, which chooses the GPU, is not set: start with torchrun, or"),
+    ],
 )
-def test_variables_of_torchrun_that_contradict_each_other_are_refused(monkeypatch, variables):
-    """A process that took itself for rank 1 would train without printing anything."""
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with refused("the environment has .*: unset these variables, or start with torchrun"):
-        runtime.start()
-
-
-@without_gpu
-def test_more_processes_than_gpus_are_refused(gpu, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    with refused(r"process 2 \(from 0\) has no GPU: this machine has 2"):
-        runtime.start()
-
-
-@without_gpu
-def test_processes_that_would_share_a_gpu_are_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    for name, value in {"WORLD_SIZE": "2", "RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    with refused("LOCAL_RANK, which chooses the GPU, is not set: start with torchrun, or set it"):
+def test_variables_of_torchrun_that_do_not_fit_are_refused(monkeypatch, variables, gpus, said):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    with refused(said):
         runtime.start()
 
 
@@ -212,5 +198,5 @@ def test_several_processes_write_one_file(tmp_path):
         writer.start()
     for writer in writers:
         writer.join()
-    assert [writer.exitcode for writer in writers] == [0, 0, 0]
-    assert os.listdir(tmp_path) == ["file"] and json.loads((tmp_path / "file").read_text()) == [1]
+        assert writer.exitcode == 0
+    assert os.listdir(tmp_path) == ["file"] and runtime.read_json(tmp_path / "file", list) == [1]

@@ -1,5 +1,6 @@
 """A family of runs: its law, and training, interrupting and enlarging it with a made-up base_train."""
 
+import itertools
 import re
 import time
 
@@ -22,23 +23,15 @@ FLAGS = (
 pytestmark = pytest.mark.usefixtures("environment")
 
 
-def law_loss(parameters, tokens):
-    E, A, alpha, B, beta = LAW
-    return E + A / parameters**alpha + B / tokens**beta
-
-
 @pytest.mark.parametrize("larger", [1, 30, 1000])
 def test_the_law_of_made_up_runs_is_found(larger):
     """For families from 40,000 parameters to 900 million. The law counts both N and D in millions."""
-    runs = []
-    for parameters in (40_000, 160_000, 900_000):
-        for tokens in (250_000, 1_000_000, 4_000_000):
-            N, D = larger * parameters, larger * tokens
-            runs.append(scaling.Member(N, D, law_loss(N, D), config=None, corpus="python"))
+    (E, A, alpha, B, beta), runs = LAW, []
+    for N, D in itertools.product((40_000, 160_000, 900_000), (250_000, 1_000_000, 4_000_000)):
+        N, D = larger * N, larger * D
+        runs.append(scaling.Member(N, D, E + A / N**alpha + B / D**beta, config=None, corpus="python"))
     found = scaling.fit(runs)
-    E, A, alpha, B, beta = LAW
-    expected = E, A / 1e6**alpha, alpha, B / 1e6**beta, beta
-    assert np.exp(found) == pytest.approx(expected, rel=0.05)
+    assert np.exp(found) == pytest.approx((E, A / 1e6**alpha, alpha, B / 1e6**beta, beta), rel=0.05)
     for run in runs:
         assert scaling.loss_of((run.N, run.D), *found) == pytest.approx(run.loss, rel=1e-4)
     assert scaling.fit(runs[:6]) is None, "six runs of two sizes are too few"

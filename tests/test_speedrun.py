@@ -141,29 +141,95 @@ def test_every_variable_counts_and_other_flags_are_passed_on(tmp_path):
         assert refused.returncode == 2 and f"{variable}=... bash speedrun.sh" in refused.stdout
 
 
+# For NANOMUON_PYTHON: a training that goes on until $SIGNALS signals and a moment have passed, and records all
+ON_A_TERMINAL = f"""#!/bin/sh
+case "$*" in
+    *print_hardware*)
+        echo $GPUS float32
+        ;;
+    *scripts.base_train*)
+        exec {sys.executable} -c '
+import os, signal, sys, time
+arrived = []
+for number in signal.SIGTERM, signal.SIGINT, signal.SIGHUP:
+    signal.signal(number, lambda number, frame: arrived.append(signal.Signals(number).name))
+print("training", flush=True)
+while len(arrived) < int(os.environ["SIGNALS"]):
+    time.sleep(0.01)
+time.sleep(0.3)
+with open(os.environ["STOPPED"], "w") as file:
+    file.write(" ".join(sorted(arrived)))
+sys.exit(75)'
+        ;;
+    *scripts.data_prep*)
+        ;;
+    *)
+        exec {sys.executable} "$@"
+        ;;
+esac
+"""
+
+
+def end(process, terminal):
+    os.kill(process, signal.SIGTERM)
+
+
+def press_ctrl_c(process, terminal):
+    os.write(terminal, b"\x03")
+
+
+def close(process, terminal):
+    """The system then signals only the terminal's first process, which is bash."""
+    os.close(terminal)
+
+
+def close_for_all(process, terminal):
+    """As some systems and ssh do."""
+    os.killpg(process, signal.SIGHUP)
+
+
+@pytest.mark.parametrize(
+    "stop, gpus, arrives",
+    [
+        (end, 0, "SIGTERM"),
+        (press_ctrl_c, 0, "SIGINT"),
+        (close, 0, "SIGTERM"),
+        (close_for_all, 0, "SIGHUP SIGTERM"),
+        (close_for_all, 8, "SIGHUP"),  # torchrun would take a second signal for an order to end at once
+    ],
+)
+def test_signals_reach_the_training_and_the_speedrun_waits_for_it_to_save(tmp_path, stop, gpus, arrives):
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    stopped = tmp_path / "runs" / "mine" / "stopped"
+    variables = {"NANOMUON_PYTHON": stand_in(tmp_path, ON_A_TERMINAL), "NANOMUON_BASE_DIR": str(tmp_path)}
+    variables |= {"RUN": "mine", "CORPUS": "python", "GPUS": str(gpus), "STOPPED": str(stopped)}
+    variables["SIGNALS"] = str(len(arrives.split()))
+    process, terminal = pty.fork()
+    if process == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would inherit that it is ignored
+        os.chdir(ROOT)
+        os.execvpe("bash", ["bash", "speedrun.sh"], os.environ | variables)
+    output = b""
+    while b"training\r\n" not in output:
+        output += os.read(terminal, 4096)
+    stop(process, terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 75
+    assert stopped.read_text() == arrives
+
+
 @pytest.mark.slow
-def test_a_speedrun_that_is_killed_and_stopped_finishes_and_then_skips_everything(tmp_path):
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the speedruns would inherit that it is ignored
-    command, keywords = on_this_machine(tmp_path, "--num-iterations", "300")
+def test_a_speedrun_that_is_stopped_finishes_and_then_skips_everything(tmp_path):
+    command, keywords = on_this_machine(tmp_path, "--num-iterations", "60")
+    process = subprocess.Popen(command, start_new_session=True, **keywords)
+    wait_until(lambda: len(losses(tmp_path, "mine")) > 20, lambda: process.poll() is None, 300)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75 and "stopped before its end" in output, output
     run = tmp_path / "runs" / "mine"
-
-    def trained():
-        return len(losses(tmp_path, "mine"))
-
-    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        process, before = subprocess.Popen(command, start_new_session=True, **keywords), trained()
-        wait_until(lambda before=before: trained() > before + 20, lambda p=process: p.poll() is None, 300)
-        if number == signal.SIGTERM:
-            process.terminate()  # bash alone, which passes it on
-        else:
-            os.killpg(process.pid, number)  # as a terminal does
-        output, _ = process.communicate(timeout=60)
-        if number != signal.SIGKILL:
-            assert process.returncode == 75 and "stopped before its end" in output, output
-            assert (run / "stopped").exists() and not being_written(run)
+    assert (run / "stopped").exists() and not being_written(run)
     finished = subprocess.run(command, **keywords)
     assert finished.returncode == 0 and not (run / "stopped").exists(), finished.stdout
-    assert trained() == 300 and ", each read about " in finished.stdout
+    assert len(losses(tmp_path, "mine")) == 60
 
     def written():
         files = tmp_path.glob("**/*")
@@ -174,20 +240,3 @@ def test_a_speedrun_that_is_killed_and_stopped_finishes_and_then_skips_everythin
     again = subprocess.run(command, **keywords)
     assert again.returncode == 0 and "is complete" in again.stdout
     assert written() == before
-
-
-@pytest.mark.slow
-def test_a_speedrun_whose_terminal_is_closed_saves_and_stops(tmp_path):
-    """Then the system signals only the terminal's first process, which is bash."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would inherit that it is ignored
-    command, keywords = on_this_machine(tmp_path, "--num-iterations", "100000")
-    process, terminal = pty.fork()
-    if process == 0:
-        os.chdir(keywords["cwd"])
-        os.execvpe(command[0], command, keywords["env"])
-    output = b""
-    while b"tokens/s" not in output:
-        output += os.read(terminal, 4096)
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 75
-    assert (tmp_path / "runs" / "mine" / "stopped").exists()

@@ -9,6 +9,7 @@ import torch
 
 from nanomuon.runtime import keep_freed_memory, read_json
 from scripts import train_bench
+from tests.texts import random_texts
 from tests.training import arguments
 from tests.worlds import FORKS
 
@@ -16,10 +17,10 @@ from tests.worlds import FORKS
 def test_the_table_of_a_step(base, environment, tmp_path, capsys):
     """Parts and floor of a small run, and the file with the numbers."""
     file = tmp_path / "step.json"
-    texts = [(base / "texts" / f"{i:03}.txt").read_text() for i in range(200)]
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
-    records = ["--corpus", f"path:{tmp_path}/texts.jsonl", "--text-field", "body"]
-    train_bench.main([*arguments(base, "bench", 5), *records, "--rounds", "2", "--json", str(file)])
+    records = "".join(json.dumps({"body": text}) + "\n" for text in random_texts(200))
+    (tmp_path / "texts.jsonl").write_text(records)
+    corpus = ["--corpus", f"path:{tmp_path}/texts.jsonl", "--text-field", "body"]
+    train_bench.main([*arguments(base, "bench", 5), *corpus, "--rounds", "2", "--json", str(file)])
     result = read_json(file)
     table = result["milliseconds"]
     whole = table["whole step"]["median"]

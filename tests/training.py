@@ -118,13 +118,10 @@ class Ranks:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.file = base / f"{run}.{time.monotonic_ns()}.out"
+        self.base, self.run, self.file = base, run, base / f"{run}.{time.monotonic_ns()}.out"
         self.processes = []
         for rank in range(processes):
-            environment = {
-                "NANOMUON_BASE_DIR": str(base),
-                "NANOMUON_COMPILE": "0",
-            }
+            environment = {"NANOMUON_BASE_DIR": str(base), "NANOMUON_COMPILE": "0"}
             if processes > 1:
                 environment |= {
                     "MASTER_ADDR": "127.0.0.1",
@@ -145,6 +142,12 @@ class Ranks:
 
     def alive(self):
         return all(process.is_alive() for process in self.processes)
+
+    def wait_for_steps(self, count):
+        wait_until(lambda: len(losses(self.base, self.run)) >= count, self.alive)
+
+    def wait_for(self, words):
+        wait_until(lambda: words in self.output(), self.alive)
 
     def kill(self, number):
         for process in self.processes:
