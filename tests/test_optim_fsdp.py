@@ -144,11 +144,14 @@ def test_layouts_without_a_transport_are_refused_by_name():
         ((12, 24), 2, dict(), "distributed"),
         ((24, 24), 1, dict(), "distributed"),
         ((24, 24), 2, dict(), "distributed"),
-        ((24, 12), 2, dict(split=2), "distributed"),  # two wide matrices
+        ((24, 12), 2, dict(), "duplicated"),
+        ((12, 24), 1, dict(tensor_parallel="distributed"), "duplicated"),
         ((24, 12), 1, dict(tensor_parallel="duplicated"), "duplicated"),
+        ((24, 12), 1, dict(split=2), "duplicated"),  # a rank's rows are not those of a part
+        ((24, 12), 2, dict(split=2), "distributed"),  # two wide matrices
+        ((24, 9), 2, dict(split=("qkv", (4, 2, 2))), "duplicated"),  # the queries have 12 rows
     ],
 )
 def test_ranks_orthogonalize_together_if_the_long_side_is_cut(shape, dim, options, mode):
-    """If they did it otherwise, the results would be wrong, which test_optim_dist.py notices."""
     group = dict(split=None, direction=None, tensor_parallel=None) | options
     assert optim_tp.choose_mode(group, shape, dim, world=None) == mode
