@@ -484,3 +484,11 @@ def test_an_optimizer_is_freed_with_its_last_reference():
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_a_parameter_that_is_appended_to_a_group_has_no_name():
+    model = build()
+    optimizer = MuonAdamW(groups_of(model))
+    optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(3, 4)))
+    with pytest.raises(ValueError, match="2 names for 3 params: 0.weight, .*add_param_group"):
+        train(model, optimizer, [0])

@@ -146,7 +146,7 @@ class Matrix:
     """One matrix with the direction of a file and its buffers, without an optimizer."""
 
     def __init__(self, file, m, n, **options):
-        groups = DEFINED[file]["param_groups"](tiny_model(), **options)
+        groups = DEFINED[file]["param_groups"](tiny_model(), batch=4096, steps=300, **options)
         self.direction = next(group["direction"] for group in groups if group["kind"] == "muon")
         self.buffers = {}
         if hasattr(self.direction, "buffers"):

@@ -1,4 +1,4 @@
-"""MuonAdamW in one process: its contract, state and compilation. The first two tests use no other file of
+"""MuonAdamW in one process: its contract, state and compilation. The first three tests use no other file of
 this folder and show what the optimizer is. test_optim_dist.py tests the update rules in every layout.
 """
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import nanomuon.optim as optim
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
@@ -56,6 +57,49 @@ def test_muon_is_the_rule_of_the_docs(shape):
         names["muon_step"](P, param.grad, M, V, **numbers)
         optimizer.step()
     torch.testing.assert_close(param.detach(), P, rtol=0, atol=1e-11)
+
+
+SHAPES = [
+    (24, 12),
+    (24, 12),
+    (12, 24),
+    (600, 30),
+    (5,),
+]  # banks of two and one, a large and a small parameter
+
+
+def gradient(number, step, rank):
+    generator = torch.Generator().manual_seed(1000 * number + 10 * step + rank)
+    return torch.randn(SHAPES[number], generator=generator, dtype=torch.float64)
+
+
+def train_on_ranks(rank, ranks, store, file):
+    """Four steps. A rank has gradients of its own; a single process has their means."""
+    if ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    params = [torch.nn.Parameter(torch.ones(shape, dtype=torch.float64)) for shape in SHAPES]
+    matrices = dict(kind="muon", params=params[:3], lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95)
+    others = dict(kind="adamw", params=params[3:], lr=0.01, betas=(0.8, 0.95), eps=1e-8)
+    groups = [dict(matrices, weight_decay=0.1), dict(others, weight_decay=0.1)]
+    optimizer = DistMuonAdamW(groups) if ranks > 1 else MuonAdamW(groups)
+    for step in range(4):
+        for number, param in enumerate(params):
+            if ranks > 1:
+                param.grad = gradient(number, step, rank)
+            else:
+                param.grad = (gradient(number, step, 0) + gradient(number, step, 1)) / 2
+        optimizer.step()
+    torch.save([param.detach() for param in params], f"{file}-{rank}")
+
+
+def test_two_ranks_are_one_process_on_the_mean_gradient(tmp_path):
+    train_on_ranks(0, 1, None, tmp_path / "alone")
+    arguments = (2, tmp_path / "store", tmp_path / "of-two")
+    torch.multiprocessing.start_processes(train_on_ranks, arguments, nprocs=2, start_method="forkserver")
+    alone, first, second = (torch.load(tmp_path / name) for name in ("alone-0", "of-two-0", "of-two-1"))
+    for p, q, r in zip(alone, first, second, strict=True):
+        torch.testing.assert_close(q, p, rtol=0, atol=1e-12)
+        assert torch.equal(q, r), "all ranks have the same bits"
 
 
 # ---- what the other tests share

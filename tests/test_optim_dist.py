@@ -104,9 +104,9 @@ shapes = st.one_of(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
-    model=st.lists(shapes, min_size=1, max_size=8),
+    model=st.lists(shapes, min_size=1, max_size=12),
     layout=st.sampled_from(["one-process", "replicated-2", "replicated-4", "fsdp-3", "tp-columns"]),
 )
 def test_any_model_in_any_world(model, layout):
