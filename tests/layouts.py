@@ -5,10 +5,10 @@ import functools
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from nanomuon.optim import DistMuonAdamW, MuonAdamW
+from nanomuon.optim import DistMuonAdamW, MuonAdamW, gradient_dtype
 from nanomuon.orthogonalize import orthogonalize
 from tests.reference import build, distance, equal, local_gradient, mean_gradient
 from tests.worlds import run_world
@@ -18,20 +18,20 @@ STRIDED = _StridedShard(0, split_factor=2)  # what fully_shard makes of rows tha
 LAYOUTS = {  # ranks, dimensions of the device mesh, placements of matrices and of experts
     "one-process": (0, None, None, None),
     **{f"replicated-{size}": (size, None, None, None) for size in (1, 2, 3, 4)},
-    **{f"fsdp-{size}": (size, ("dp",), [ROWS], [ROWS]) for size in (1, 2, 3, 4)},
-    "fsdp-columns": (3, ("dp",), [COLUMNS], [ROWS]),
-    "tp-rows": (2, ("tp",), [ROWS], [ROWS]),
-    "tp-rows-uneven": (3, ("tp",), [ROWS], [ROWS]),
-    "tp-columns": (4, ("tp",), [COLUMNS], [ROWS]),
-    "copies": (2, ("dp",), [COPY], [COPY]),
-    "fsdp-of-every-second": (3, ("dp",), [ROWS], [ROWS]),
-    "hsdp": (4, ("copies", "dp"), [COPY, ROWS], [COPY, ROWS]),
-    "fsdp-x-tp-rows": (4, ("dp", "tp"), [STRIDED, ROWS], [COPY, ROWS]),
-    "fsdp-x-tp-columns": (4, ("dp", "tp"), [ROWS, COLUMNS], [COPY, ROWS]),
-    "experts": (4, ("ep",), [ROWS], [ROWS]),
-    "experts-tp-rows": (4, ("ep", "tp"), [ROWS, COPY], [ROWS, Shard(1)]),
-    "experts-tp-columns": (4, ("ep", "tp"), [ROWS, COPY], [ROWS, Shard(2)]),
-    "experts-fsdp": (4, ("dp", "ep"), [ROWS, COPY], [STRIDED, ROWS]),
+    **{f"fsdp-{size}": (size, "dp", [ROWS], [ROWS]) for size in (1, 2, 3, 4)},
+    "fsdp-columns": (3, "dp", [COLUMNS], [ROWS]),
+    "tp-rows": (2, "tp", [ROWS], [ROWS]),
+    "tp-rows-uneven": (3, "tp", [ROWS], [ROWS]),
+    "tp-columns": (4, "tp", [COLUMNS], [ROWS]),
+    "copies": (2, "dp", [COPY], [COPY]),
+    "fsdp-of-every-second": (3, "dp", [ROWS], [ROWS]),
+    "hsdp": (4, "copies dp", [COPY, ROWS], [COPY, ROWS]),
+    "fsdp-x-tp-rows": (4, "dp tp", [STRIDED, ROWS], [COPY, ROWS]),
+    "fsdp-x-tp-columns": (4, "dp tp", [ROWS, COLUMNS], [COPY, ROWS]),
+    "experts": (4, "ep", [ROWS], [ROWS]),
+    "experts-tp-rows": (4, "ep tp", [ROWS, COPY], [ROWS, Shard(1)]),
+    "experts-tp-columns": (4, "ep tp", [ROWS, COPY], [ROWS, Shard(2)]),
+    "experts-fsdp": (4, "dp ep", [ROWS, COPY], [STRIDED, ROWS]),
 }
 
 # Banks of more matrices than ranks and of fewer, some that do not divide evenly, one with fewer rows than
@@ -72,21 +72,23 @@ def half_the_width(m, n):
 
 OPTIONS = {
     "default": dict(),
-    "decoupled": dict(weight_decay_form="decoupled"),
-    "plain": dict(beta2=None, nesterov=False),
-    "matched": dict(scale="match_rms_adamw"),
-    "spectral": dict(scale="spectral", momentum=0.8),
+    "plain": dict(beta2=None, nesterov=False, scale="spectral", momentum=0.8),
     "without averages": dict(momentum=None, beta2=None, scale="unit_rms_norm"),
     "more steps": dict(ns_steps=7, weight_decay=0.5, scale=half_the_width),
     "simple": dict(coefficients="simple", ns_steps=3, beta2=0.5),
-    "own triples": dict(coefficients=((2, -1.5, 0.5),) * 4, ns_steps=None, weight_decay_form="decoupled"),
+    "own triples": dict(
+        coefficients=((2, -1.5, 0.5),) * 4,
+        ns_steps=None,
+        weight_decay_form="decoupled",
+        scale="match_rms_adamw",
+    ),
     "averages of one step": dict(momentum=0.0, beta2=0.0, weight_decay=0.0),
     "direction": dict(direction=whitened),
     "direction without state": dict(direction=functools.partial(polar), weight_decay_form="decoupled"),
     "direction without momentum": dict(direction=functools.partial(whitened), momentum=None),
 }
 
-FUSED = [("muon", (48, 64)), *[("muon", (48, 20))] * 8, ("adamw", (5,))]  # of 3 ranks one owns 2 of a group
+FUSED = [("muon", (48, 64)), *[("muon", (48, 20))] * 5, ("adamw", (5,))]  # of 3 ranks one owns 2 of a group
 SPLITS = {  # of 48 rows: those of each part
     ("qkv", (4, 2, 2)): [[r for r in range(48) if r % 8 in part] for part in (range(4), (4, 5), (6, 7))],
     (30, 18): [slice(30), slice(30, 48)],
@@ -98,6 +100,7 @@ SPLITS = {  # of 48 rows: those of each part
 @functools.cache  # each mesh of two dimensions has process groups of its own
 def mesh_of(group, names):
     """All ranks of the group in a mesh of these dimensions; two dimensions are 2 x 2, three 1 x 2 x 2."""
+    names = names.split()
     if len(names) == 1:
         return DeviceMesh.from_group(group, "cpu", mesh_dim_names=names)
     ranks = torch.arange(4).view((2, 2) if len(names) == 2 else (1, 2, 2))
@@ -122,7 +125,7 @@ class Run:
         self, group, layout, model=MODEL, dtype=torch.float64, settings=None, regroup=False, **options
     ):
         _, names, self.of_matrices, self.of_experts = LAYOUTS[layout]
-        self.group, self.model = group, model
+        self.layout, self.model = layout, model
         self.rank, self.size = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
         self.mesh = mesh_of(group, names) if names else None
         seed = 0 if names else self.rank  # plain parameters become one model by the broadcast from rank 0
@@ -132,6 +135,9 @@ class Run:
             is_plain = layout == "fsdp-of-every-second" and i % 2
             pieces[param] = param if is_plain else nn.Parameter(self.cut(param.detach()))
         self.params = list(pieces.values())
+        for param in self.params:
+            if param.dtype == torch.bfloat16 and hasattr(param, "grad_dtype"):  # in newer PyTorch
+                param.grad_dtype = torch.float32
         for each in groups:
             each["params"] = [pieces[param] for param in each["params"]]
             if regroup:
@@ -140,14 +146,18 @@ class Run:
         if regroup:
             groups.reverse()
         settings = settings or {}
-        self.optimizer = DistMuonAdamW(groups, group, **settings) if group else MuonAdamW(groups, **settings)
+        with torch.device("meta"):  # must make no difference, see `train`
+            if group:
+                self.optimizer = DistMuonAdamW(groups, group, **settings)
+            else:
+                self.optimizer = MuonAdamW(groups, **settings)
 
     def cut(self, tensor):
         """The tensor cut as the layout says; vectors and convolutions by rows over the last dimension of the
-        mesh.
+        mesh. Convolutions that are not cut are channels_last.
         """
         if self.mesh is None:
-            return tensor
+            return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
         placements = [COPY] * (self.mesh.ndim - 1) + [ROWS if tensor.ndim else COPY]
         if tensor.ndim == 2:
             placements = self.of_matrices
@@ -155,20 +165,36 @@ class Run:
             placements = self.of_experts
         return distribute_tensor(tensor, self.mesh, placements, src_data_rank=None)
 
+    def placed(self, i, grad):
+        """A gradient cut like its parameter. In one layout others are what tensor parallelism may leave:
+        partial sums, or whole on every rank.
+        """
+        if self.layout != "tp-rows-uneven" or i % 3 == 0:
+            return self.cut(grad)
+        if i % 3 == 1:
+            return DTensor.from_local(grad / self.size, self.mesh, [Partial()])
+        return DTensor.from_local(grad, self.mesh, [COPY])
+
     def set_gradients(self, step):
+        """Half of the parameters without a gradient are frozen, and keep an old one."""
         for i, (param, (_, shape)) in enumerate(zip(self.params, self.model, strict=True)):
             if isinstance(param, DTensor):  # averaged by FSDP2, or exact
                 grad = mean_gradient(i, shape, step)
-                grad = None if grad is None else self.cut(grad)
+                grad = None if grad is None else self.placed(i, grad)
             else:
                 grad = local_gradient(i, shape, step, self.rank, self.size)
-            param.grad = None if grad is None else grad.to(param.dtype)
+            is_frozen = grad is None and i % 2 == 0
+            param.requires_grad_(not is_frozen)
+            if not is_frozen:
+                param.grad = None if grad is None else grad.to(gradient_dtype(param))
 
     def train(self, steps):
         for step in steps:
             self.set_gradients(step)
             before = [None if p.grad is None else local(p.grad).clone() for p in self.params]
-            self.optimizer.step()
+            # Neither the default device ("meta" holds no numbers) nor autocast must make a difference
+            with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
+                self.optimizer.step()
             for param, grad in zip(self.params, before, strict=True):
                 assert param.grad is None and grad is None or torch.equal(local(param.grad), grad)
         return self

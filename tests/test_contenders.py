@@ -133,10 +133,6 @@ def test_ranks_pieces_breaks_and_gradients_that_are_not_finite_make_no_differenc
 # ---- the mathematics of single files
 
 
-def module(file):
-    return SimpleNamespace(**run_file(FOLDER / f"{file}.py"))
-
-
 def random_matrices(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -150,7 +146,7 @@ class Matrix:
     """One matrix with the direction of a file and its buffers, without an optimizer."""
 
     def __init__(self, file, m, n, **options):
-        groups = module(file).param_groups(tiny_model(), batch=4096, steps=300, **options)
+        groups = DEFINED[file]["param_groups"](tiny_model(), batch=4096, steps=300, **options)
         self.direction = next(group["direction"] for group in groups if group["kind"] == "muon")
         self.buffers = {}
         if hasattr(self.direction, "buffers"):
@@ -176,15 +172,16 @@ def test_contra_muon_takes_from_strong_directions():
 
 
 def test_aurora_evens_the_norms_of_the_long_side_and_stays_orthogonal():
-    aurora = module("aurora")
+    names = run_file(FOLDER / "aurora.py")
+    aurora = names["aurora"]
     # exact, so that only the convergence of aurora itself is seen
-    aurora.even_rows.__globals__["orthogonalize"] = polar
+    names["even_rows"].__globals__["orthogonalize"] = polar
     M = random_matrices(1, 32, 8) * torch.linspace(0.1, 3, 32, dtype=torch.float64).view(1, 32, 1)
     spread = []
     for iterations in (1, 2, 100):
-        X = aurora.aurora(M, iterations)
+        X = aurora(M, iterations)
         torch.testing.assert_close(X.mT @ X, torch.eye(8, dtype=torch.float64)[None])
-        torch.testing.assert_close(aurora.aurora(M.mT, iterations), X.mT)
+        torch.testing.assert_close(aurora(M.mT, iterations), X.mT)
         spread.append(X.norm(dim=2).std())
     assert spread[2] < 1e-6 < spread[1] < spread[0]
 
@@ -224,31 +221,36 @@ def test_the_bases_of_soap_turn_to_the_eigenvectors(file):
         assert (rotated - rotated.diag().diag()).norm() < 0.02 * rotated.norm()
 
 
-def test_lion_follows_its_two_lines():
-    matrix, m = Matrix("lion", 3, 5), 0
-    for G in random_matrices(4, 1, 3, 5):
-        assert torch.equal(matrix.ask(G), torch.sign(0.9 * m + 0.1 * G))
-        m = 0.99 * m + 0.01 * G
+def even(X, v, dim):
+    """X with even rows or columns and the same norm; the second moments after it."""
+    v = 0.95 * v + 0.05 * X.square().mean(dim=dim, keepdim=True)
+    scaled = X / v.sqrt()
+    return scaled * X.norm() / scaled.norm(), v
 
 
-def test_normuon_rows_evens_the_rows_of_a_wide_matrix():
-    matrix, v = Matrix("normuon_rows", 4, 6), 0
-    for G in random_matrices(3, 1, 4, 6):
-        X = orthogonalize(G)
-        v = 0.95 * v + 0.05 * X.square().mean(dim=2, keepdim=True)
-        scaled = X / v.sqrt()
-        torch.testing.assert_close(matrix.ask(G), scaled * X.norm() / scaled.norm())
+def lion(G, m):
+    return torch.sign(0.9 * m + 0.1 * G), 0.99 * m + 0.01 * G
 
 
-def test_muon_eq_evens_rows_before_and_restores_the_norm_after():
-    matrix, v = Matrix("muon_eq", 4, 6, equilibrate=True, renormalize=True), 0
-    for M in random_matrices(3, 1, 4, 6):
-        norms = M.norm(dim=2, keepdim=True)
-        X = orthogonalize(M / norms * norms.mean())
-        X = X * 2 / X.norm()  # ||X||_F of an exact polar factor of 4 x 6
-        v = 0.95 * v + 0.05 * X.square().mean(dim=1, keepdim=True)
-        scaled = X / v.sqrt()
-        torch.testing.assert_close(matrix.ask(M), scaled * X.norm() / scaled.norm())
+def normuon_rows(G, v):
+    return even(orthogonalize(G), v, dim=2)
+
+
+def muon_eq(M, v):
+    norms = M.norm(dim=2, keepdim=True)
+    X = orthogonalize(M / norms * norms.mean())
+    return even(X * 2 / X.norm(), v, dim=1)  # 2: ||X||_F of an exact polar factor of 4 x 6
+
+
+@pytest.mark.parametrize(
+    "formula, options",
+    [(lion, {}), (normuon_rows, {}), (muon_eq, dict(equilibrate=True, renormalize=True))],
+)
+def test_a_direction_follows_its_formula(formula, options):
+    matrix, kept = Matrix(formula.__name__, 4, 6, **options), 0
+    for G in random_matrices(4, 1, 4, 6):
+        direction, kept = formula(G, kept)
+        torch.testing.assert_close(matrix.ask(G), direction)
 
 
 def test_nanochat_muon_has_the_momentum_of_nanochat():

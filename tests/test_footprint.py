@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from nanomuon import parallel, plan, recipe
 from nanomuon.gpt import GPTConfig
@@ -28,13 +27,17 @@ def nbytes(tensors):
     return sum(local(t).nbytes for t in tensors)
 
 
-def held(group, config, layout):
-    """Bytes of a rank's weights, gradients and state after a step."""
+def model_of(config, layout, dtype=torch.float32, device="cpu"):
     mesh = None
     if layout.fsdp or layout.tensor_parallel > 1:
         mesh = parallel.device_mesh("cpu", layout.ranks // layout.tensor_parallel, layout.tensor_parallel)
-    runtime = Runtime(torch.device("cpu"), torch.float32, 0, layout.ranks)
-    model = build_model(config, runtime, 0, mesh, layout.fsdp)
+    runtime = Runtime(torch.device(device), dtype, 0, layout.ranks)
+    return build_model(config, runtime, 0, mesh, layout.fsdp)
+
+
+def held(group, config, layout):
+    """Bytes of a rank's weights, gradients and state after a step."""
+    model = model_of(config, layout)
     optimizer = DistMuonAdamW(recipe.param_groups(model, batch=4096, steps=300), group)
     tokens = torch.zeros(ROWS, config.seq_len, dtype=torch.int64)
     model(tokens, tokens).backward()
@@ -68,13 +71,10 @@ def test_the_peak_of_an_h200_is_planned():
     assert sum(planned.values()) / 2**30 == pytest.approx(110.0 - 2.4, rel=0.03)
 
 
-def saved_bytes(group, config, tensor_parallel, dtype):
+def saved_bytes(group, config, layout, dtype):
     """Bytes that a forward pass saves, without the parameters, each storage counted once."""
-    mesh = None
-    if group:
-        mesh = parallel.device_mesh("cpu", dist.get_world_size() // tensor_parallel, tensor_parallel)
-    device = torch.device("cuda" if dtype == torch.bfloat16 else "cpu")
-    model = build_model(config, Runtime(device, dtype), 0, mesh)
+    device = "cuda" if dtype == torch.bfloat16 else "cpu"
+    model = model_of(config, layout, dtype, device)
     own = {local(p).untyped_storage().data_ptr() for p in model.parameters()}
     storages = {}
 
@@ -99,14 +99,13 @@ def test_planned_activations_are_those_that_a_forward_saves(shape, dtype):
         pytest.skip("CPUs compute in float32")
     config = GPTConfig.from_depth(**{**dict(depth=4, vocab_size=500, seq_len=128), **shape})
     expected = plan.activations(config, Layout(1), ROWS * 128, dtype.itemsize)
-    assert saved_bytes(None, config, 1, dtype) == pytest.approx(expected, rel=0.1)
+    assert saved_bytes(None, config, Layout(1), dtype) == pytest.approx(expected, rel=0.1)
 
 
 def test_planned_activations_of_a_tensor_parallel_rank():
-    config = GPTConfig.from_depth(4, 500, 128, heads=4, kv_heads=4)
-    expected = plan.activations(config, Layout(4, False, 4), ROWS * 128, 4)
-    for found in run_world(4, saved_bytes, config, 4, torch.float32):
-        assert found == pytest.approx(expected, rel=0.1)
+    config, layout = GPTConfig.from_depth(4, 500, 128, heads=4, kv_heads=4), Layout(4, False, 4)
+    expected = plan.activations(config, layout, ROWS * 128, 4)
+    assert run_world(4, saved_bytes, config, layout, torch.float32) == [pytest.approx(expected, rel=0.1)] * 4
 
 
 def plan_rows(capsys, flags):

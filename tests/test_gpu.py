@@ -4,8 +4,6 @@ bash tests/run.sh tests/test_gpu.py
 """
 
 import os
-import signal
-import time
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from nanomuon import attention
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.optim_groups import build_param_groups
-from tests.reference import MATRICES, OTHERS, distance
+from tests.reference import MATRICES, OTHERS, distance, equal
 from tests.training import QUIET, launch, losses, wait_until
 
 pytestmark = pytest.mark.gpu
@@ -80,7 +78,7 @@ def test_ten_steps_are_those_of_the_cpu_and_a_nan_changes_nothing(device, compil
         assert distance(param.detach().cpu() - before, expected.detach() - before) < HALF[device.type]
     kept = [param.detach().clone() for param in model.parameters()]
     train(model, optimizer, 1, bad_step=0)
-    assert all(torch.equal(param, before) for param, before in zip(model.parameters(), kept, strict=True))
+    assert equal(model.parameters(), kept)
     assert optimizer.skipped_steps.item() == 1
 
 
@@ -123,23 +121,33 @@ def test_loss_and_gradients_of_a_model_with_windows_are_those_of_the_cpu(device,
 # ---- whole runs
 
 
-def test_a_run_learns_and_goes_on_after_a_kill(device, base, environment, monkeypatch):
-    on_gpu = device.type == "cuda"
-    monkeypatch.setenv("NANOMUON_DEVICE", "" if on_gpu else "cpu")
-    monkeypatch.setenv("NANOMUON_COMPILE", "1" if on_gpu else "0")
+@pytest.fixture
+def on_gpu(device, environment, monkeypatch):
+    """Whether runs use GPUs, where they are compiled."""
+    found = device.type == "cuda"
+    monkeypatch.setenv("NANOMUON_DEVICE", "" if found else "cpu")
+    monkeypatch.setenv("NANOMUON_COMPILE", "1" if found else "0")
+    return found
+
+
+def finish(*run, **options):
+    """Train a run to its end; return what it has printed."""
+    process = launch(*run, **options)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    return output
+
+
+def test_a_run_learns_and_goes_on_after_a_kill(base, on_gpu):
     steps, flags = 24, ("--save-every", "4", "--deterministic")
-    whole = launch(base, "whole", steps, *flags)
-    assert whole.wait() == 0, whole.stdout.read()
+    finish(base, "whole", steps, *flags)
     trained = losses(base, "whole")
     assert trained[-1] < trained[0] - 0.5
     killed = launch(base, "killed", steps, *flags)
-    while not (base / "runs/killed/checkpoints/step_8").exists():
-        assert killed.poll() is None, killed.stdout.read()
-        time.sleep(0.05)
-    killed.send_signal(signal.SIGKILL)
+    wait_until((base / "runs/killed/checkpoints/step_8").exists, lambda: killed.poll() is None)
+    killed.kill()
     killed.wait()
-    resumed = launch(base, "killed", steps, *flags)
-    assert resumed.wait() == 0, resumed.stdout.read()
+    finish(base, "killed", steps, *flags)
     assert losses(base, "killed") == trained
 
 
@@ -182,24 +190,19 @@ def test_ranks_train_what_one_process_trains(gpu, how, tmp_path):
 
 
 @pytest.mark.parametrize("flags", ["", "--shard fsdp", "--tensor-parallel 2"])
-def test_two_ranks_learn_stop_and_go_on(device, flags, base, environment, monkeypatch):
+def test_two_ranks_learn_stop_and_go_on(flags, base, on_gpu):
     """On GPUs with more blocks than torch.compile would compile separately."""
-    on_gpu = device.type == "cuda"
     if on_gpu and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     if not (on_gpu or flags):
         pytest.skip("test_resume.py does this on a CPU")
-    monkeypatch.setenv("NANOMUON_DEVICE", "" if on_gpu else "cpu")
-    monkeypatch.setenv("NANOMUON_COMPILE", "1" if on_gpu else "0")
     run, depth = "two" + flags.replace(" ", "-"), 10 if on_gpu else 2
     command = (base, run, 60, *QUIET, "--depth", str(depth), *flags.split())
     stopped = launch(*command, processes=2)
     wait_until(lambda: len(losses(base, run)) > 4, lambda: stopped.poll() is None, 300)
     stopped.terminate()
     assert "stopped at step" in stopped.communicate()[0]
-    resumed = launch(*command, processes=2)
-    output, _ = resumed.communicate()
-    assert resumed.returncode == 0 and "resuming run" in output, output
-    assert "recompile_limit" not in output, output
+    output = finish(*command, processes=2)
+    assert "resuming run" in output and "recompile_limit" not in output, output
     trained = losses(base, run)
     assert len(trained) == 60 and trained[-1] < trained[0] - 0.5

@@ -22,20 +22,22 @@ from tests.reference import ADAMW, MUON, distance, equal, expected
 pytestmark = pytest.mark.usefixtures("eager")
 
 
+def train(optimizer, params, steps):
+    for step in range(steps):
+        for param in params:
+            generator = torch.Generator().manual_seed(7919 * step + param.numel())
+            param.grad = torch.randn(param.shape, generator=generator)
+        optimizer.step()
+
+
 def test_adamw_is_torchs():
     torch.manual_seed(0)
     ours = [torch.nn.Parameter(torch.randn(shape)) for shape in [(400, 50), (3, 4, 5), (7,), ()]]
-    theirs = [torch.nn.Parameter(param.detach().clone()) for param in ours]
+    theirs = copy.deepcopy(ours)
     numbers = dict(lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
-    optimizers = MuonAdamW([dict(kind="adamw", params=ours, **numbers)]), torch.optim.AdamW(theirs, **numbers)
-    for _ in range(20):
-        for p, q in zip(ours, theirs, strict=True):
-            p.grad = torch.randn_like(p)
-            q.grad = p.grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-    for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    train(MuonAdamW([dict(kind="adamw", params=ours, **numbers)]), ours, 20)
+    train(torch.optim.AdamW(theirs, **numbers), theirs, 20)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(12, 20), (20, 12), (16, 16)])
@@ -116,14 +118,6 @@ def adamw(*params, **options):
     return {**ADAMW, "params": list(params), **options}
 
 
-def train(optimizer, params, steps, start=0):
-    for step in range(start, start + steps):
-        for param in params:
-            generator = torch.Generator().manual_seed(7919 * step + param.numel())
-            param.grad = torch.randn(param.shape, generator=generator)
-        optimizer.step()
-
-
 def mixed():
     params = [parameter(*shape) for shape in [(24, 24), (24, 12), (12, 24), (3, 8, 8), (600, 30), (5,), ()]]
     return params, [muon(*params[:4], names=list("abcd")), adamw(*params[4:], names=list("efg"))]
@@ -180,15 +174,13 @@ CHANGED = {
 
 
 def test_numbers_that_change_between_steps_are_followed():
-    """An optimizer that had them from its first step on, and has loaded the state, makes the same steps."""
-    run, other = (Run(None, "one-process") for _ in range(2))
-    run.train(range(3))
-    for p, q in zip(other.params, run.params, strict=True):
-        p.data.copy_(q)
-    for group in (*run.optimizer.param_groups, *other.optimizer.param_groups):
-        group.update(CHANGED[group["kind"]])
-    other.optimizer.load_state_dict(run.optimizer.full_state_dict(), hyperparameters="keep")
-    assert_same_everywhere([each.train(range(3, 6)).result() for each in (run, other)])
+    """A copy plans only after the change, and makes the same steps."""
+    run = Run(None, "one-process").train(range(3))
+    runs = run, copy.deepcopy(run)
+    for each in runs:
+        for group in each.optimizer.param_groups:
+            group.update(CHANGED[group["kind"]])
+    assert_same_everywhere([each.train(range(3, 6)).result() for each in runs])
 
 
 def test_a_state_dict_of_before_the_first_step_starts_over():
@@ -200,23 +192,13 @@ def test_a_state_dict_of_before_the_first_step_starts_over():
     assert all(tensor.any() for tensor in tensors)
     assert len(optimizer.load_state_dict(saved, strict=False)) == len(tensors)  # all are missing
     assert all(tensor.any() for tensor in tensors)
-    optimizer.load_state_dict(saved)
+    with torch.device("meta"):  # as torch.set_default_device does
+        optimizer.load_state_dict(saved)
     assert not any(tensor.any() for tensor in tensors)
     train(optimizer, params, 1)
     other = copy.deepcopy(optimizer)  # it has no plan yet
     other.load_state_dict(saved)
     assert not any(tensor.any() for entry in other.state.values() for tensor in entry.values())
-
-
-@pytest.mark.parametrize("changed", [torch.ones(320, 64), torch.ones(300, 64, dtype=torch.bfloat16)])
-def test_a_parameter_that_grows_or_changes_its_dtype_needs_a_new_optimizer(changed):
-    """For example with a larger vocabulary: its state would belong to other rows."""
-    param = torch.nn.Parameter(torch.ones(300, 64))
-    optimizer = MuonAdamW([ADAMW | dict(params=[param])])
-    train(optimizer, [param], 1)
-    param.grad, param.data = None, changed
-    with pytest.raises(ValueError, match="group 0 has other parameters or options"):
-        optimizer.step()
 
 
 def test_state_that_is_made_in_inference_mode_is_updated_outside():
@@ -240,13 +222,14 @@ def test_a_first_step_that_failed_can_be_taken_again():
     torch.testing.assert_close(bias.detach(), torch.full((4,), -0.1))  # AdamW's first step, once
 
 
-def test_state_holds_no_functions():
-    """torch.load opens no code by default, and PyTorch's utilities refuse functions in groups. Functions are
-    compared by name, so those that each optimizer creates anew are the same options.
+def test_state_may_lose_functions_and_tuples():
+    """torch.load opens no code by default; PyTorch's utilities refuse functions in groups, and turn tuples
+    into lists. Functions are compared by name, so those that each optimizer creates are the same options.
     """
 
     def optimizer(**options):
-        made = MuonAdamW([muon(parameter(8, 4), scale=lambda m, n: 1.0, **options)])
+        options |= dict(scale=lambda m, n: 1.0, coefficients=[(2, -1.5, 0.5)] * 3)
+        made = MuonAdamW([muon(parameter(8, 4), **options), adamw(parameter(3))])
         made.step()
         return made
 
@@ -256,23 +239,13 @@ def test_state_holds_no_functions():
         torch.save(saved, file)
         file.seek(0)
         loaded = torch.load(file)  # weights_only
+        loaded["param_groups"] = json.loads(json.dumps(loaded["param_groups"]))
         assert loaded["param_groups"][0]["direction"] == "tests.layouts.polar"
         other.load_state_dict(loaded)
         assert other.param_groups[0]["direction"] is polar
+        other.step()
     with pytest.raises(ValueError, match="saved with .*'direction': 'tests.layouts.polar'}, not"):
         optimizer().load_state_dict(loaded)
-
-
-def test_lists_that_were_tuples_are_the_same_options():
-    """PyTorch turns tuples into lists when it broadcasts state."""
-    a, b = parameter(8, 4), parameter(3)
-    groups = [muon(a, split=("qkv", (2, 1, 1)), coefficients=[(2, -1.5, 0.5)] * 3), adamw(b)]
-    optimizer = MuonAdamW(groups)
-    train(optimizer, [a, b], 1)
-    saved = json.loads(json.dumps(optimizer.state_dict()["param_groups"]))
-    other = MuonAdamW(groups)
-    other.load_state_dict({**optimizer.state_dict(), "param_groups": saved})
-    train(other, [a, b], 1)
 
 
 def test_a_group_without_momentum_has_no_buffer_and_takes_the_state_of_momentum_0():
@@ -293,12 +266,11 @@ def test_a_group_without_momentum_has_no_buffer_and_takes_the_state_of_momentum_
             MuonAdamW([muon(parameter(8, 4))]).load_state_dict(none[0], hyperparameters)
     with pytest.raises(ValueError, match="param group 0 was saved with .*'momentum': True}, not"):
         optimizer.load_state_dict(zero[0])
-    with pytest.raises(ValueError, match="doesn't support|must support momentum"):
-        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
     grown = MuonAdamW([muon(parameter(8, 4))])
     grown.add_param_group(muon(parameter(8, 4), momentum=None))
-    with pytest.raises(ValueError, match="doesn't support|must support momentum"):
-        torch.optim.lr_scheduler.OneCycleLR(grown, max_lr=0.1, total_steps=9)
+    for each in (optimizer, grown):
+        with pytest.raises(ValueError, match="doesn't support|must support momentum"):
+            torch.optim.lr_scheduler.OneCycleLR(each, max_lr=0.1, total_steps=9)
     optimizer.param_groups[0]["momentum"] = 0.9
     with pytest.raises(ValueError, match="param group 0 .* cycle_momentum=False"):
         optimizer.step()
@@ -422,10 +394,8 @@ BAD_MUON = [  # of a group of one matrix (48, 20)
     (dict(nesterov="no"), "nesterov must be one of .*, not 'no'"),
     (dict(tensor_parallel="both"), "tensor_parallel must be one of .*, not 'both'"),
     (dict(lr=torch.tensor(math.nan)), "lr must be finite and not negative, but is nan"),
-    (dict(lr="0.1"), "lr must be a number, but is '0.1'"),  # 1e-3 as YAML reads it
     (dict(lr=torch.ones(2)), "lr must be a number, but is tensor"),
     (dict(weight_decay=math.inf), "weight_decay must be finite"),
-    (dict(momentum=1.5), "momentum must be at least 0 and below 1, but is 1.5"),
     (dict(beta2=1.0), "beta2 must be at least 0 and below 1, but is 1.0"),
     (dict(direction="polar"), "direction='polar' is not a function"),
     (dict(direction=len, split=6), ".*split and direction cannot be combined"),
@@ -455,7 +425,6 @@ WRONG = [
     lambda U, *_: (U, torch.ones(len(U))),
     lambda U, *_: (U, 0.05),
     lambda U, *_: U,
-    lambda U, *_: None,
 ]
 
 
@@ -481,8 +450,7 @@ def test_impossible_groups_are_refused_at_construction():
     cases += [([adamw(q, **options)], f"group 0:? ?{message}") for options, message in BAD_ADAMW]
     cases += [
         ([dict(muon(p), kind="sgd")], "group 0: unknown kind 'sgd'"),
-        ([MUON], r"group 0 \(muon\): missing params"),
-        ([dict(kind="muon", params=[p])], "missing beta2, lr, momentum, ns_steps, weight_decay"),
+        ([dict(kind="muon")], r"\(muon\): missing beta2, lr, momentum, ns_steps, params, weight_decay"),
         ([muon(p, p)], "group 0: group0.1 is already in group 0"),
         ([adamw(q), muon(p), adamw(p)], "group 2: group2.0 is already in group 1"),
         ([adamw(q, names=["w"]), muon(p, names=["w"])], "group 1: the name w is used twice"),
@@ -490,7 +458,6 @@ def test_impossible_groups_are_refused_at_construction():
         ([adamw(parameter(8).detach().to(torch.float8_e4m3fn))], "group 0: group0.0 is torch.float8_e4m3fn"),
         ([muon(parameter(2, 2, 2, 2, 2))], r"group 0: group0.0 has shape \(2, 2, 2, 2, 2\)"),
         ([muon(torch.nn.Linear(3, 3))], "group 0: group0.0 is a Linear, not a parameter"),
-        ([adamw(torch.ones(4, dtype=torch.int32), names=["w"])], "group 0: w is torch.int32"),
         ([dict(ADAMW, params={p, q})], "group 0: params is a set, whose order differs between processes"),
     ]
     for groups, message in cases:
@@ -545,25 +512,6 @@ def test_counters_do_not_take_the_default_dtype():
         assert abs(param.mean().item() - 0.4) < 1e-3  # 1 - 600 lr
 
 
-def test_tensors_do_not_go_to_the_default_device():
-    """Under torch.set_default_device("cuda") the host would wait for copies; "meta" holds no numbers."""
-
-    def trained_under(device):
-        params, groups = mixed()
-        params.append(parameter(8, 4))
-        for param in params:
-            param.grad = torch.ones_like(param)
-        with torch.device(device):
-            optimizer = MuonAdamW([*groups, muon(params[-1], split=(6, 2), names=["fused"])])
-            optimizer.step()
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
-            optimizer.step()
-        return [optimizer.skipped_steps, *params]
-
-    for p, q in zip(trained_under("meta"), trained_under("cpu"), strict=True):
-        assert torch.equal(p, q)
-
-
 def test_no_parameters_and_no_groups():
     MuonAdamW([muon(), adamw()]).step()
     model = torch.nn.Linear(4, 4)
@@ -577,13 +525,12 @@ def test_for_model_trains_every_parameter_with_one_rate():
     model = torch.nn.Sequential(torch.nn.Embedding(20, 16), torch.nn.Linear(16, 32), torch.nn.Linear(32, 7))
     optimizer = MuonAdamW.for_model(model, lr=1e-3, compile=False)
     assert {group["lr"] for group in optimizer.param_groups} == {1e-3}
-    before = [p.detach().clone() for p in model.parameters()]
+    before = copy.deepcopy(model)
     model(torch.arange(20)).square().mean().backward()
     optimizer.step()
     # The first step has the rms of the rate with AdamW, and 0.2 of it with Muon
-    for p, q in zip(model.parameters(), before, strict=True):
-        rms = (p - q).square().mean().sqrt().item()
-        assert 1e-5 < rms < 1.1e-3
+    for p, q in zip(model.parameters(), before.parameters(), strict=True):
+        assert 1e-5 < (p - q).square().mean().sqrt() < 1.1e-3
     faster = MuonAdamW.for_model(model, lr=1e-3, muon_lr=0.1)
     assert {group["kind"]: group["lr"] for group in faster.param_groups} == {"muon": 0.1, "adamw": 1e-3}
 

@@ -102,16 +102,6 @@ def test_the_form_follows_the_shape_the_number_of_steps_the_device_and_the_dtype
     assert newton_schulz_form(512, 512, 5, "cuda") == (False, torch.bfloat16)
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (64, 256), (256, 64), (3, 48, 80)], ids=str)
-def test_bf16_on_a_cpu_is_the_plain_form_up_to_its_rounding(shape):
-    G = matrix(shape, 10)[0]
-    exact = orthogonalize(G)
-    found = orthogonalize(G.float(), ns_dtype=torch.bfloat16)
-    assert found.dtype == torch.bfloat16
-    # Five steps of three products, each rounded to 2^-9, and steps amplify an error by up to 8: some percent
-    assert (found.double() - exact).norm() / exact.norm() < 0.05
-
-
 @pytest.mark.parametrize(
     "shape, gram", [((32, 32), False), ((32, 128), True), ((32, 128), False), ((64, 32), True)]
 )

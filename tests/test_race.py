@@ -81,6 +81,17 @@ def lab(text, tmp_path, eager, monkeypatch):
     return run
 
 
+@pytest.fixture
+def own(tmp_path):
+    """own(code, options): a contender whose file, own.py, has this code."""
+
+    def write(code, options=""):
+        (tmp_path / "own.py").write_text(code)
+        return Contender(f"{tmp_path}/own.py{options}")
+
+    return write
+
+
 def lines_of(tmp_path, name="shakespeare"):
     return [json.loads(line) for line in (tmp_path / f"races/{name}/results.jsonl").read_text().splitlines()]
 
@@ -199,15 +210,14 @@ def schedule(group, step, steps):
 """
 
 
-def test_a_file_is_a_contender_by_its_code_its_hyperparameters_and_the_model(lab, tmp_path, monkeypatch):
-    file = tmp_path / "own.py"
-    file.write_text(OWN)
+def test_a_file_is_a_contender_by_its_code_its_hyperparameters_and_the_model(lab, own, tmp_path, monkeypatch):
+    own(OWN)
     assert lab("own.py", "own.py:lr=0.02") == 2
     _, first, second = lines_of(tmp_path)
     assert first["key"] != second["key"] and first["sha256"] == second["sha256"]
     assert first["score"] != second["score"]
     assert lab("own.py") == 0
-    file.write_text(OWN.replace("0.01", "0.03"))
+    own(OWN.replace("0.01", "0.03"))
     assert lab("own.py") == 1
     monkeypatch.setattr(contenders, "model_sources", lambda: {"gpt.py": "another"})
     assert lab("own.py") == 1
@@ -231,10 +241,8 @@ def schedule(group, step, steps):
 """
 
 
-def test_a_key_depends_on_initial_weights_but_not_on_addresses(tmp_path):
-    file = tmp_path / "own.py"
-    file.write_text(FROM_WEIGHTS)
-    contender = Contender(str(file))
+def test_a_key_depends_on_initial_weights_but_not_on_addresses(own):
+    contender = own(FROM_WEIGHTS)
     assert contender.key(SETUP) == contender.key(SETUP)
 
 
@@ -249,31 +257,28 @@ def schedule(group, step, steps):
 """
 
 
-def test_lr_scale_multiplies_all_rates_once(tmp_path):
+def test_lr_scale_multiplies_all_rates_once(own):
     """Those that a schedule computes from the groups, or by itself, or leaves out."""
-    file = tmp_path / "own.py"
 
     def rates(contender):
-        contender = Contender(contender)
         optimizer, built = contender.prepare(contender.initial_model(SETUP, "cpu", 0), SETUP)
         for step in (0, 2):
             set_hyperparameters(optimizer, contender.schedule, built, step, 4)
-        return [group["lr"] for group in optimizer.param_groups]
+        return [float(group["lr"]) for group in optimizer.param_groups]
 
-    assert rates("default:lr_scale=2") == [2 * rate for rate in rates("default")]
+    assert rates(Contender("default:lr_scale=2")) == [2 * rate for rate in rates(Contender("default"))]
     for returned, rate in ("{'lr': 0.25}", 0.5), ("{}", 1.0), ("{'lr': group['lr'] / 2}", 0.5):
-        file.write_text(SHARED_RATE.replace("RETURNED", returned))
-        assert set(map(float, rates(f"{file}:lr_scale=2"))) == {rate}
+        code = SHARED_RATE.replace("RETURNED", returned)
+        assert set(rates(own(code, ":lr_scale=2"))) == {rate}
 
 
-def test_a_file_that_changes_during_a_race_is_not_mixed_with_what_it_was(lab, tmp_path, monkeypatch):
-    file = tmp_path / "own.py"
-    file.write_text(OWN)
+def test_a_file_that_changes_during_a_race_is_not_mixed_with_what_it_was(lab, own, tmp_path, monkeypatch):
+    own(OWN)
 
     class Edits(Inline):
         def submit(self, *arguments):
             if len(self.submitted) == 1:
-                file.write_text(OWN.replace("0.01", "0.03"))
+                own(OWN.replace("0.01", "0.03"))
             return super().submit(*arguments)
 
     monkeypatch.setattr(race, "ProcessPoolExecutor", Edits)
@@ -305,15 +310,16 @@ def test_what_a_file_changes_in_the_library_reaches_no_other_run(lab, tmp_path, 
     assert beside["score"] == alone["score"]
 
 
-def test_without_a_compiler_a_race_runs_eagerly(lab, capsys, monkeypatch):
+def test_without_a_compiler_a_race_runs_eagerly(lab, own, capsys, monkeypatch):
+    own(OWN)
     monkeypatch.setenv("NANOMUON_COMPILE", "1")
     monkeypatch.setenv("CXX", "/nowhere")
-    lab("default")
+    lab("own.py")
     assert "no C++ compiler /nowhere: running eagerly, which is slower" in capsys.readouterr().out
 
 
-def test_a_contender_that_diverges_is_reported(lab, tmp_path, capsys):
-    (tmp_path / "own.py").write_text(OWN)
+def test_a_contender_that_diverges_is_reported(lab, own, capsys):
+    own(OWN)
     lab(ADAMW, "own.py:lr=1e30", seeds=2)
     assert "diverged with seed 0, 1" in capsys.readouterr().out
     with refused("the baseline .* diverged"):
@@ -350,21 +356,24 @@ def test_a_sweep_finds_the_best_trial_of_each_contender(lab, tmp_path, capsys, m
     assert len(of_seed[1001]) == 2 and [*of_seed[1002]] == [*of_seed[0]] == [best]
 
 
-def test_dials_are_rates_decay_and_what_the_file_names(tmp_path):
-    file = tmp_path / "own.py"
-    file.write_text(OWN + 'DIAL = ("lr", 0.1, 0.9)\n')
-    assert Contender(str(file)).dials() == {"lr_scale": (1 / 3, 3), "lr": (0.1, 0.9)}
-    file.write_text(OWN + 'DIAL = ("nope", 0.1, 0.9)\n')
-    with refused(f"{file}: DIAL must be .keyword, low, high., .*keywords lr_scale, lr, not"):
-        Contender(str(file)).dials()
+def test_dials_are_rates_decay_and_what_the_file_names(own):
+    contender = own(OWN + 'DIAL = ("lr", 0.1, 0.9)\n')
+    assert contender.dials() == {"lr_scale": (1 / 3, 3), "lr": (0.1, 0.9)}
+    with refused("own.py: DIAL must be .keyword, low, high., .*keywords lr_scale, lr, not"):
+        own(OWN + 'DIAL = ("nope", 0.1, 0.9)\n').dials()
     assert Contender(f"{ADAMW}:weight_decay=0.2").dials()["weight_decay"] == (0.05, 0.8)
 
 
-def test_a_trial_keeps_strings_and_tuples(tmp_path):
-    file = tmp_path / "own.py"
-    file.write_text("def build_optimizer(model, *, mode='x', size='x', triples=(), lr=0.1): ...")
-    options = "mode=a b,size='1',triples=((2,-1.5,0.5),(2,1,0)),lr=0.1"
-    trial = Contender(f"{file}:{options}").with_options({"lr": 0.2})
+def test_a_dial_between_integers_takes_integers(own):
+    contender = own('def build_optimizer(model, ns_steps=5): ...\nDIAL = ("ns_steps", 3, 9)\n')
+    tried = [trial.options.get("ns_steps", 5) for trial in contender.trials(9)]
+    assert all(isinstance(steps, int) and 3 <= steps <= 9 for steps in tried) and len(set(tried)) > 3
+
+
+def test_a_trial_keeps_strings_and_tuples(own):
+    code = "def build_optimizer(model, *, mode='x', size='x', triples=(), lr=0.1): ..."
+    options = ":mode=a b,size='1',triples=((2,-1.5,0.5),(2,1,0)),lr=0.1"
+    trial = own(code, options).with_options({"lr": 0.2})
     triples = (2, -1.5, 0.5), (2, 1, 0)
     assert trial.options == {"mode": "a b", "size": "1", "triples": triples, "lr": 0.2}
 
@@ -378,24 +387,15 @@ def test_a_trial_keeps_strings_and_tuples(tmp_path):
         ("import torch\nmodel = torch.nn.Linear(1, 1)", "model must be a class or function, not a finished"),
     ],
 )
-def test_a_function_with_other_parameters_is_refused(code, said, tmp_path):
-    (tmp_path / "own.py").write_text(code)
+def test_a_function_with_other_parameters_is_refused(code, said, own):
     with refused(said):
-        Contender(f"{tmp_path}/own.py")
+        own(code)
 
 
-def test_a_model_has_keywords(tmp_path):
-    file = tmp_path / "own.py"
-    file.write_text(WIDE_MLP.replace("compute_dtype):", "compute_dtype, *, wider):").replace("32", "wider"))
-    model = Contender(f"{file}:wider=8").model(SETUP, "meta")
+def test_a_model_has_keywords(own):
+    code = WIDE_MLP.replace("compute_dtype):", "compute_dtype, *, wider):").replace("32", "wider")
+    model = own(code, ":wider=8").model(SETUP, "meta")
     assert model.blocks[0].mlp.up.weight.shape == (128 + 8, 32)
-
-
-def test_a_dial_between_integers_takes_integers(tmp_path):
-    file = tmp_path / "steps.py"
-    file.write_text('def build_optimizer(model, ns_steps=5): ...\nDIAL = ("ns_steps", 3, 9)\n')
-    tried = [trial.options.get("ns_steps", 5) for trial in Contender(str(file)).trials(9)]
-    assert all(isinstance(steps, int) and 3 <= steps <= 9 for steps in tried) and len(set(tried)) > 3
 
 
 def model_of(fields):
@@ -453,7 +453,7 @@ def model(config, compute_dtype):
 """
 
 
-def test_models_race_in_pairs(lab, tmp_path, capsys, monkeypatch):
+def test_models_race_in_pairs(lab, own, tmp_path, capsys, monkeypatch):
     """They see the same rows; parameters with a name and shape of the default start from its values."""
     seen, training_step = [], race.training_step
 
@@ -463,27 +463,26 @@ def test_models_race_in_pairs(lab, tmp_path, capsys, monkeypatch):
         return training_step(model, forward, optimizer, iter([batch]), micro_steps)
 
     monkeypatch.setattr(race, "training_step", noted)
-    file = tmp_path / "own.py"
-    file.write_text(WIDE_MLP)
+    contender = own(WIDE_MLP)
     lab("default", "own.py", "default:heads=4,kv_heads=4")
     out = capsys.readouterr().out
     header, *runs = lines_of(tmp_path)
     default = sum(param.numel() for param in model_of(header["setup"]["model"]).parameters())
-    own = default + 2 * 32 * (160 - 128) + 3
-    assert f"default: {default:,} parameters\nown.py: {own:,} parameters" in out
+    wider = default + 2 * 32 * (160 - 128) + 3
+    assert f"default: {default:,} parameters\nown.py: {wider:,} parameters" in out
     of_default, *of_others = torch.stack(seen).chunk(3)
     assert len(of_default) == 4 and all(torch.equal(rows, of_default) for rows in of_others)
     assert len({run["score"] for run in runs}) == 3
-    model = Contender(str(file)).initial_model({"model": TINY, "dtype": "float32"}, "cpu", 0)
+    model = contender.initial_model(SETUP, "cpu", 0)
     default = dict(model_of(TINY).named_parameters())
     for name, param in model.named_parameters():
         if "mlp" not in name and "extra" not in name:
             assert torch.equal(param, default[name]), name
-    file.write_text(NEW_GATE)
+    own(NEW_GATE)
     lab("own.py", name="gate")
     line = "warning: own.py: blocks.0.norm, blocks.0.mlp.gate.weight, scale start at zero; "
     assert line in capsys.readouterr().out and line in (tmp_path / "races" / "gate" / "race.md").read_text()
-    file.write_text("def model(config, compute_dtype): return 5")
+    own("def model(config, compute_dtype): return 5")
     with refused("contender own.py: model.config, compute_dtype. must return a subclass of GPT"):
         lab("own.py")
 
@@ -520,10 +519,10 @@ def param_groups(model, **keywords):
 """
 
 
-def test_an_error_that_a_step_meets_comes_before_the_first_run(lab, tmp_path):
-    (tmp_path / "rule.py").write_text(RULE)
+def test_an_error_that_a_step_meets_comes_before_the_first_run(lab, own):
+    own(RULE)
     with pytest.raises(ValueError, match=r"lambda. must return \(X, gain\)"):
-        lab("default", "rule.py")
+        lab("default", "own.py")
     assert not Inline.submitted
 
 
@@ -567,12 +566,11 @@ def test_the_files_on_the_pages_are_contenders(tmp_path):
         (tmp_path / name).write_text(example(page, name))
     groups, model = Contender(f"{tmp_path}/my_groups.py:beta2=0.8"), Contender(f"{tmp_path}/my_model.py")
     assert groups.dials() == model.dials() == Contender("default").dials()
-    setup = {"model": TINY, "dtype": "float32", "rows": 4, "steps": 10}
-    built, expected = (each.prepare(model_of(TINY), setup)[1] for each in (groups, Contender("default")))
+    built, expected = (each.prepare(model_of(TINY), SETUP)[1] for each in (groups, Contender("default")))
     assert {group["beta2"] for group in built if group["kind"] == "muon"} == {0.8}
     assert [group["lr"] for group in built] == [group["lr"] for group in expected]  # told batch and steps
-    built = model.initial_model(setup, "cpu", 0)
-    assert type(built.blocks[0].mlp).__name__ == "SwiGLU" and len(model.describe(setup)) == 1  # no warning
+    built = model.initial_model(SETUP, "cpu", 0)
+    assert type(built.blocks[0].mlp).__name__ == "SwiGLU" and len(model.describe(SETUP)) == 1  # no warning
 
 
 def made_up(name, seed, score):
@@ -611,6 +609,12 @@ def test_a_damaged_file_of_a_race_is_one_line(tmp_path, content, said):
         race.read_results(file)
 
 
+def cells(text):
+    """{contender: its score and what is said about it} of the table in a text."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return {line.split()[1]: [cell.strip() for cell in line.split("|")[2:5]] for line in lines}
+
+
 def kept_race(name, steps):
     """The unit of a race in docs/races, and its runs by contender, without those for tuning."""
     setup, runs = race.read_results(ROOT / f"docs/races/{name}.jsonl")
@@ -632,11 +636,4 @@ def kept_race(name, steps):
 def test_the_kept_races_say_what_their_page_says(name, steps, baseline):
     unit, results = kept_race(name, steps)
     page = (ROOT / "docs/leaderboard.md").read_text().split(f"## {name}\n")[1].split("\n## ")[0]
-    on_page = {}
-    for line in page.splitlines():
-        if line.startswith("|"):
-            on_page[line.split()[1]] = [cell.strip() for cell in line.split("|")[2:5]]
-    lines = report.table(results, baseline, unit).splitlines()[2:]
-    assert len(lines) == len(on_page) - 2 == len(results)
-    for line in lines:
-        assert [cell.strip() for cell in line.split("|")[2:5]] == on_page[line.split()[1]]
+    assert cells(report.table(results, baseline, unit)) == cells(page)

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 
 import pytest
 import torch
@@ -24,25 +25,18 @@ def model():
 
 def test_every_parameter_is_trained_and_only_matrices_by_muon():
     groups = recipe.make_optimizer(recipe.param_groups, model(), 4096, 3_000).param_groups
-    names = {kind: set() for kind in ("adamw", "muon")}
-    for group in groups:
-        names[group["kind"]] |= set(group["names"])
-    assert names["adamw"] | names["muon"] == {name for name, _ in model().named_parameters()}
+    kinds = {name: group["kind"] for group in groups for name in group["names"]}
     matrices = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.up", "mlp.down")
-    assert names["muon"] == {f"blocks.{i}.{matrix}.weight" for i in (0, 1) for matrix in matrices}
-
-
-def by_first_name(groups):
-    """{its first parameter: (rate, decay)}"""
-    return {group["names"][0]: (group["lr"], group["weight_decay"]) for group in groups}
+    of_muon = {f"blocks.{i}.{matrix}.weight" for i in (0, 1) for matrix in matrices}
+    for name, _ in model().named_parameters():
+        assert kinds[name] == ("muon" if name in of_muon else "adamw")
 
 
 def test_keywords_are_the_flags_and_reach_their_groups():
     """At width 128 the rates of AdamW are sqrt(6) times those at 768."""
     rates = dict(matrix_lr=0.125, embedding_lr=0.25, unembedding_lr=0.5, scalar_lr=2.0, weight_decay=0.75)
-    found = by_first_name(
-        recipe.param_groups(model(), recipe.REFERENCE_BATCH, recipe.REFERENCE_STEPS, **rates)
-    )
+    groups = recipe.param_groups(model(), recipe.REFERENCE_BATCH, recipe.REFERENCE_STEPS, **rates)
+    found = {group["names"][0]: (group["lr"], group["weight_decay"]) for group in groups}
     assert found["wte.weight"] == (pytest.approx(0.25 * 6**0.5), 0)
     assert found["lm_head.weight"] == (pytest.approx(0.5 * 6**0.5), 0)
     assert (0.125, 0.75) in found.values() and (2.0, 0) in found.values()
@@ -177,26 +171,29 @@ def test_base_train_follows_the_groups_and_the_schedule_of_a_file(base, tmp_path
         train(base, "late", 4, *of_file)
 
 
+PLAIN = {"lr": 0.1}  # a group of any optimizer
+
+
 @pytest.mark.parametrize(
-    "values, said",
+    "group, values, said",
     [
-        (None, "must return a dict.*, not None"),
-        ({"betas": (0.9, 0.9)}, "betas, which the group lacks; it has .*momentum.*: test group.'kind'.$"),
-        ({"params": []}, "returned params, which never change"),
-        ({"ns_steps": 3}, "returned ns_steps, which never change: set them in param_groups"),
-        ({"lr": float("nan")}, "at step 3 of 9: lr must be finite and not negative, but is nan"),
-        ({"momentum": 1}, "at step 3 of 9: momentum must be at least 0 and below 1, but is 1"),
+        (MUON, None, "must return a dict.*, not None"),
+        (
+            MUON,
+            {"betas": (0.9, 0.9)},
+            "betas, which the group lacks; it has .*momentum.*: test group.'kind'.$",
+        ),
+        (MUON, {"params": []}, "returned params, which never change"),
+        (MUON, {"ns_steps": 3}, "returned ns_steps, which never change: set them in param_groups"),
+        (MUON, {"lr": math.nan}, "at step 3 of 9: lr must be finite and not negative, but is nan"),
+        (MUON, {"momentum": 1}, "at step 3 of 9: momentum must be at least 0 and below 1, but is 1"),
+        (PLAIN, {"lr": "0.1"}, "at step 3 of 9: lr must be a number"),
+        (PLAIN, {"lr": -1}, "at step 3 of 9: lr must be finite and not negative"),
     ],
 )
-def test_a_schedule_returns_values_for_its_group(values, said):
+def test_a_schedule_returns_possible_values_for_its_group(group, values, said):
     with refused(said):
-        recipe.values_at(lambda own, *at: values, dict(MUON, params=[]), 3, 9)
-
-
-@pytest.mark.parametrize("rate", ["0.1", float("nan"), -1])
-def test_a_schedule_returns_a_possible_rate_for_any_optimizer(rate):
-    with refused("at step 3 of 9: lr must be "):
-        recipe.values_at(lambda own, *at: {"lr": rate}, {"params": [], "lr": 0.1}, 3, 9)
+        recipe.values_at(lambda own, *at: values, dict(group, params=[]), 3, 9)
 
 
 def test_a_value_that_a_schedule_returns_at_some_steps_is_otherwise_as_built():
