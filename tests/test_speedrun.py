@@ -141,7 +141,7 @@ def test_every_variable_counts_and_other_flags_are_passed_on(tmp_path):
         assert refused.returncode == 2 and f"{variable}=... bash speedrun.sh" in refused.stdout
 
 
-# For NANOMUON_PYTHON: a training that waits for $SIGNALS signals and a moment more, and records all that arrive
+# For NANOMUON_PYTHON: a training that waits for $SIGNALS signals and a moment more, and records what arrives
 ON_A_TERMINAL = f"""#!/bin/sh
 case "$*" in
     *print_hardware*)
