@@ -128,6 +128,8 @@ class Run:
     ):
         _, names, self.of_matrices, self.of_experts = LAYOUTS[layout]
         self.layout, self.model = layout, model
+        # Dynamo takes twice as long under another default device, and compiles again for a frozen parameter
+        self.compiles = compile_enabled(default=False)
         self.rank, self.size = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
         self.mesh = mesh_of(group, names) if names else None
         seed = 0 if names else self.rank  # plain parameters become one model by the broadcast from rank 0
@@ -178,14 +180,14 @@ class Run:
         return DTensor.from_local(grad, self.mesh, [COPY])
 
     def set_gradients(self, step):
-        """Half of the parameters without a gradient are frozen, and keep an old one."""
+        """In eager steps, half of the parameters without a gradient are frozen, and keep an old one."""
         for i, (param, (_, shape)) in enumerate(zip(self.params, self.model, strict=True)):
             if isinstance(param, DTensor):  # averaged by FSDP2, or exact
                 grad = mean_gradient(i, shape, step)
                 grad = None if grad is None else self.placed(i, grad)
             else:
                 grad = local_gradient(i, shape, step, self.rank, self.size)
-            is_frozen = grad is None and i % 2 == 0
+            is_frozen = grad is None and i % 2 == 0 and not self.compiles
             param.requires_grad_(not is_frozen)
             if not is_frozen:
                 param.grad = None if grad is None else grad.to(gradient_dtype(param))
@@ -194,9 +196,8 @@ class Run:
         for step in steps:
             self.set_gradients(step)
             before = [None if p.grad is None else local(p.grad).clone() for p in self.params]
-            # Neither the default device ("meta" holds no numbers) nor autocast must make a difference. Dynamo
-            # takes twice as long under another default device
-            elsewhere = contextlib.nullcontext() if compile_enabled(default=False) else torch.device("meta")
+            # Neither the default device ("meta" holds no numbers) nor autocast must make a difference
+            elsewhere = contextlib.nullcontext() if self.compiles else torch.device("meta")
             with elsewhere, torch.autocast("cpu", dtype=torch.bfloat16):
                 self.optimizer.step()
             for param, grad in zip(self.params, before, strict=True):
