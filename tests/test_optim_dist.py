@@ -74,7 +74,8 @@ MATRICES += [("muon", (5, 12, 8))]
     "layout", ["one-process", "replicated-2", "fsdp-3", "tp-rows-uneven", "fsdp-x-tp-columns"]
 )
 def test_every_option_in_every_kind_of_layout_follows_the_formulas(layout):
-    check(layout, 2, [(MATRICES, options) for options in OPTIONS.values()])
+    model, steps = (MODEL, 6) if layout == "one-process" else (MATRICES, 2)
+    check(layout, steps, [(model, options) for options in OPTIONS.values()])
 
 
 @pytest.mark.parametrize("layout", [*EVERY_KIND, "fsdp-columns"])
