@@ -118,8 +118,8 @@ def make_plan(args: argparse.Namespace, runtime: Runtime, settings: Settings | N
     batch = args.total_batch_size or total_batch_size(tokens, micro_batch)
     if batch % micro_batch:
         advice = "change one of them"
-        if settings:  # the others define the run
-            advice = f"start so many processes that they divide its {batch // config.seq_len} rows per step"
+        if settings and not args.device_batch_size:  # batch and context define the run
+            advice = f"use a number of processes that divides its {batch // config.seq_len} rows per step"
         raise InputError(
             f"--total-batch-size {batch} is not a multiple of {micro_batch} (--device-batch-size {rows} x "
             f"--max-seq-len {config.seq_len} x {data_parallel} processes): {advice}"

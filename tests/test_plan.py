@@ -46,7 +46,7 @@ def test_a_resumed_run_keeps_its_rows_in_the_same_layout():
     assert plan.make_plan(flags, FOUR, before_layouts_were_recorded).rows == 2
     assert plan.make_plan(flags, CPU, before_layouts_were_recorded).rows == 16
     three = Runtime(torch.device("cpu"), torch.float32, 0, 3)
-    with refused("3 processes.: start so many processes that they divide its 16 rows per step"):
+    with refused("3 processes.: use a number of processes that divides its 16 rows per step"):
         plan.make_plan(flags, three, two_rows)
 
 
