@@ -37,6 +37,7 @@ from nanomuon.runtime import (
     cores,
     cpu_has_bf16,
     keep_freed_memory,
+    read_json,
     start,
     timed,
     usable_gpus,
@@ -167,14 +168,16 @@ def compare(args, runtime):
                 ms += 1e3 * traffic / bandwidth
             if round >= 0:
                 times[name].append(ms)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"depth {args.depth}: {parameters / 1e6:.1f} M parameters, {runtime.dtype_name}", end=", ")
+    print(f"first step, including compilation, {first:.0f} ms")
+    result = {"parameters": parameters, "copy_bandwidth": bandwidth, "milliseconds": report(times)}
     if args.profile is not None:
         with profile(with_stack=True) as trace:  # Python's functions name the phases
             compiled.step()
         trace.export_chrome_trace(args.profile)
-    parameters = sum(p.numel() for p in model.parameters())
-    print(f"depth {args.depth}: {parameters / 1e6:.1f} M parameters, {runtime.dtype_name}", end=", ")
-    print(f"first step, including compilation, {first:.0f} ms")
-    return {"parameters": parameters, "copy_bandwidth": bandwidth, "milliseconds": report(times)}
+        read_json(args.profile)  # because the export reports no error, such as a full disk
+    return result
 
 
 def report(times):

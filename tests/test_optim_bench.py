@@ -13,6 +13,7 @@ from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import MuonAdamW
 from nanomuon.runtime import InputError
 from scripts import optim_bench
+from tests.mistakes import refused
 
 PEER = "import torch\n\ndef build(model):\n    return torch.optim.SGD(model.parameters(), lr=0.1)\n"
 
@@ -54,6 +55,8 @@ def test_the_table_of_a_step(tmp_path, monkeypatch):
     names = " ".join(str(event.get("name")) for event in json.loads(trace.read_text())["traceEvents"])
     for phase in ("agree", "collect", "compute", "send", "deliver"):
         assert f": {phase} " in names, "the trace shows the phases of a step"
+    with refused("/proc/step.json"):  # where nobody can write
+        optim_bench.main("--depth 1 --rounds 1 --dtype float32 --profile /proc/step.json".split())
 
 
 def test_nanochats_optimizer_gets_every_parameter_and_matrices_by_shape(monkeypatch):
