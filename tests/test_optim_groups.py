@@ -45,6 +45,7 @@ SPECIAL_TOKENS = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
 LLAMA = dict(TEXT, num_key_value_heads=1, head_dim=8, **SPECIAL_TOKENS)
 QWEN_MOE = dict(LLAMA, num_experts=4, moe_intermediate_size=12, shared_expert_intermediate_size=12)
 GPT2 = dict(vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2, **SPECIAL_TOKENS)
+T5 = dict(vocab_size=64, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)
 MAMBA = dict(vocab_size=64, hidden_size=32, state_size=4, num_hidden_layers=2, **SPECIAL_TOKENS)
 VIT = {key: value for key, value in TEXT.items() if key != "vocab_size"}
 VIT |= dict(image_size=8, patch_size=4, num_labels=3)
@@ -53,12 +54,19 @@ VIT |= dict(image_size=8, patch_size=4, num_labels=3)
 WHOLE_MODELS = {
     "GPT-2": ("GPT2LMHeadModel", GPT2, "transformer.wte transformer.wpe"),
     "Llama": ("LlamaForCausalLM", LLAMA, "model.embed_tokens lm_head"),
+    "Gemma 3": ("Gemma3ForCausalLM", LLAMA, "model.embed_tokens"),
     "Qwen 2 MoE": ("Qwen2MoeForCausalLM", QWEN_MOE, "model.embed_tokens lm_head"),
     "BERT": (
         "BertForSequenceClassification",
         dict(TEXT, num_labels=3),
         "bert.embeddings.word_embeddings bert.embeddings.position_embeddings "
         "bert.embeddings.token_type_embeddings classifier",
+    ),
+    "T5": (
+        "T5ForConditionalGeneration",
+        T5,
+        "shared encoder.block.0.layer.0.SelfAttention.relative_attention_bias "
+        "decoder.block.0.layer.0.SelfAttention.relative_attention_bias",
     ),
     "ViT": (
         "ViTForImageClassification",
@@ -93,6 +101,14 @@ def test_models_of_other_libraries_are_divided_and_trained(name, eager):
     MuonAdamW(groups).step()
     for name, param in params.items():
         assert param.isfinite().all() and not torch.equal(param, before[name]), name
+
+
+def test_torchs_own_transformer_is_divided():
+    """Its embedding and head have names that no list knows; queries, keys and values are bare parameters."""
+    transformer = nn.Transformer(16, 2, 2, 2, 24, batch_first=True)
+    model = Named(emb=nn.Embedding(64, 16), transformer=transformer, head=nn.Linear(16, 64))
+    matrices = {name for name, param in model.named_parameters() if param.ndim == 2}
+    assert {*muon_names(model)} == matrices - {"emb.weight", "head.weight"}
 
 
 # ---- names
