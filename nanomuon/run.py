@@ -56,7 +56,6 @@ from nanomuon.settings import Settings, flag_of, recorded, refuse_changes, requi
 from nanomuon.tokenizer import Tokenizer
 from nanomuon.trained import model_sources, warn_of_changed_sources
 
-REPAIR = "delete it, and the run writes it again"  # advice for a damaged summary.json
 MOST_PASSES = 3  # over the text; after that the validation loss rises again (docs/data.md)
 PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for i in range("]}
 
@@ -452,12 +451,17 @@ def refuse_other_texts(args: argparse.Namespace, trained_on: dict) -> None:
         )
 
 
+def read_summary(file: Path) -> Summary:
+    """A run's summary.json; InputError if it is damaged."""
+    return read_json(file, Summary, "delete it, and the run writes it again")
+
+
 def report_if_complete(folder: Path, steps: int) -> bool:
     """Whether a run of this many steps is complete. If so, prints its summary."""
     file = folder / "summary.json"
     done = -1
     if file.exists():
-        done = read_json(file, Summary, REPAIR).steps
+        done = read_summary(file).steps
     if done < steps:
         return False
     print0(

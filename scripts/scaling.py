@@ -31,7 +31,7 @@ from scipy import optimize
 from nanomuon.command import ArgumentParser, amount, run_command
 from nanomuon.gpt import GPTConfig
 from nanomuon.plan import meta_model, model_config
-from nanomuon.run import REPAIR, Summary
+from nanomuon.run import read_summary
 from nanomuon.runtime import InputError, folder_of, print0, read_json, usable_gpus
 from nanomuon.settings import Settings, corpus_name, refuse_changes
 from nanomuon.trained import read_config
@@ -128,7 +128,7 @@ def finished(name):
     for file in folder_of(name).parent.glob("*/summary.json"):
         if not re.fullmatch(re.escape(name) + "-d[0-9]+-t[0-9]+", file.parent.name):  # such as a copy
             continue
-        config, summary = read_config(file.parent), read_json(file, Summary, REPAIR)
+        config, summary = read_config(file.parent), read_summary(file)
         corpus = read_json(file.parent / "settings.json", Settings).trained_on.get("corpus")
         weights = meta_model(config).multiplied_weights()
         members.append(Member(weights, summary.tokens, summary.val_bpb, config, corpus))
